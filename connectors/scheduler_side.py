@@ -1,0 +1,254 @@
+"""The connector's half in vLLM's scheduler: match, plan, and lay out what finished requests leave. No tensors here."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from vllm.v1.request import RequestStatus
+
+from lmcache_kvcmas.agents import AgentRegistry
+from lmcache_kvcmas.config import Settings
+from lmcache_kvcmas.connectors.messages import Load, Outcome, Save, StepWork, WorkerReport
+from lmcache_kvcmas.connectors.prefix_tag import tag_blocks
+from lmcache_kvcmas.fingerprint import Tokens
+from lmcache_kvcmas.hints import Hints, parse_hints
+from lmcache_kvcmas.keys import KeySpace
+from lmcache_kvcmas.layout import lay_out
+from lmcache_kvcmas.library import Library
+from lmcache_kvcmas.planner import Planner
+from lmcache_kvcmas.plans import LabelledPlan, plan_tag, shorten, without_approximation
+from lmcache_kvcmas.records import Record
+from lmcache_kvcmas.report import hop_report
+from lmcache_kvcmas.spans import Edge
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Request:
+    """What is known of a request from its arrival to its end."""
+
+    tokens: Tokens
+    tenant: str
+    hints: Hints
+    planned: LabelledPlan
+    """As it was when the request arrived."""
+    offered: LabelledPlan
+    """What vLLM is offered: loses its approximate spans once they could not be given."""
+    used: LabelledPlan
+    """What the request's cache really consists of."""
+    tag: bytes
+    local: int = 0
+    """Tokens that vLLM had itself when it last asked."""
+    loading: bool = False
+    """A load is under way whose outcome the workers have not reported."""
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def approximate(self) -> bool:
+        return self.used.first_approximate is not None
+
+
+class SchedulerSide:
+    """One per engine. ``hash_block`` is the number of tokens that one of vLLM's block hashes stands for."""
+
+    def __init__(self, settings: Settings, chunk_tokens: int, model: str, hash_block: int) -> None:
+        self._settings, self._chunk_tokens, self._model = settings, chunk_tokens, model
+        self._hash_block = hash_block
+        self._library = Library(settings.max_records)
+        self._registry = AgentRegistry()
+        self._requests: dict[str, _Request] = {}
+        self._unreported: dict[str, tuple[_Request, Tokens, list[int]]] = {}
+        self._anchors: dict[tuple[str, Edge], int] = {}
+        self._versions: Counter[tuple[str, Edge]] = Counter()
+        self._work = StepWork()
+        self._complaints: set[str] = set()
+        self.counts: Counter[str] = Counter()
+        self.nested = False
+
+    def set_nested(self, works: bool) -> None:
+        """Whether every worker can compute heads and gaps."""
+        self.nested = works and self._settings.nested
+
+    def arrived(self, request: Any) -> None:
+        """Plan a new request, and keep its approximate blocks apart in vLLM's prefix cache."""
+        refused = _not_eligible(request)
+        if refused:
+            self.counts[f"not_eligible.{refused}"] += 1
+            return
+        hints, problems = parse_hints(request.kv_transfer_params)
+        for problem in problems:
+            self._complain(problem)
+        tokens = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        tenant = _tenant(self._settings.salt, request.cache_salt)
+        s = self._settings
+        planner = Planner(
+            min_run=s.min_run_tokens,
+            head=s.head_tokens,
+            max_gap=s.max_gap_tokens,
+            min_anchors=s.min_anchors,
+            nested=self.nested,
+            predictor_learns=s.predictor != "none",
+        )
+        plan = planner.plan(
+            tokens,
+            self._library.match(tokens, tenant),
+            hints,
+            self._registry,
+            lambda edge: self._anchors.get((tenant, edge), 0),
+            salt=tenant,
+        )
+        tag = plan_tag(plan, lambda edge: self._versions[tenant, edge])
+        used = without_approximation(plan)
+        self._requests[request.request_id] = _Request(tokens, tenant, hints, plan, plan, used, tag)
+        if plan.first_approximate is not None:
+            tag_blocks(request, plan.first_approximate // self._hash_block, tag)
+
+    def matched(self, request: Any, local: int) -> int:
+        """Tokens that the plan gives beyond the ``local`` ones that vLLM has. May be asked again and again."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return 0
+        known.local = local
+        return max(0, min(known.offered.covered, request.num_tokens - 1) - local)
+
+    def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
+        """vLLM has blocks for the request, and wants ``external`` tokens from us."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return
+        first = known.planned.first_approximate
+        if first is not None and known.local > first:
+            known.used = known.planned  # from blocks that an earlier request with the same plan left in vLLM
+        if external > 0:
+            start, end = known.local, known.local + external
+            spans = tuple(s.clip(start, end) for s in known.offered.spans if s.start < end and s.end > start)
+            tokens = tuple(known.tokens[start:end].tolist())
+            known.loading = True
+            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, tokens))
+
+    def take_work(self) -> StepWork:
+        """What the workers have to do in this step."""
+        work, self._work = self._work, StepWork()
+        return work
+
+    def reported(self, report: WorkerReport) -> None:
+        """Learn what became of earlier steps' work."""
+        for request, outcome in report.outcomes.items():
+            if request in self._unreported:
+                known, tokens, block_ids = self._unreported.pop(request)
+                known.outcome = outcome
+                if not self._capture(request, known, tokens, block_ids):
+                    self._work.saves.append(Save(request, known.tenant, (), (), (), False))  # lets go of its blocks
+            elif request in self._requests:
+                self._concluded(self._requests[request], outcome)
+        for edge, count in report.anchors.items():
+            self._anchors[edge] = count
+            self._versions[edge] += 1
+        if report.lost:
+            self.counts["records_lost"] += self._library.lose(report.lost)
+
+    def _concluded(self, known: _Request, outcome: Outcome) -> None:
+        known.loading = False
+        known.outcome = outcome
+        if outcome.failed_from is None:
+            known.used = known.offered
+        else:
+            # vLLM computes from there on; should it be preempted, it does not try again.
+            known.used = shorten(known.offered, outcome.failed_from)
+            known.offered = without_approximation(known.used)
+            self.counts[f"dense.{outcome.cause}"] += 1
+
+    def finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Lay out what the request leaves. True if its blocks must stay until the workers have read them."""
+        known = self._requests.pop(request.request_id, None)
+        if known is None or request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
+            return False, None
+        if known.loading:
+            # Finished in the very step of its load, whose report comes after this call. A load that had failed would
+            # have kept the request from finishing.
+            known.used = known.offered
+        report = hop_report(known.planned, known.used, known.outcome.judged, len(known.tokens), known.outcome.cause)
+        answer = {"kvcmas": report.as_json()}
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        if not self._settings.capture or computed < 1:
+            return False, answer
+        tokens = np.asarray(request.all_token_ids[:computed], dtype=np.int32)
+        if known.loading:
+            self._unreported[request.request_id] = (known, tokens, list(block_ids))
+            return True, answer
+        return self._capture(request.request_id, known, tokens, block_ids), answer
+
+    def _capture(self, request: str, known: _Request, tokens: Tokens, block_ids: list[int]) -> bool:
+        """Add the record of ``tokens``, whose cache exists; False if there is nothing to write for it."""
+        plan = known.used
+        keys = KeySpace(self._model, known.tenant)
+        ehat2 = {
+            i: j.ehat**2
+            for i, lesson in enumerate(plan.lessons)
+            for j in known.outcome.judged
+            if lesson.start <= j.start < lesson.end
+        }
+        layout = lay_out(
+            plan,
+            tokens,
+            prompt_tokens=len(known.tokens),
+            accepted=known.approximate,
+            tag=known.tag,
+            ehat2=ehat2,
+            chunk_tokens=self._chunk_tokens,
+            min_run=self._settings.min_run_tokens,
+            base_key=keys.base,
+            delta_key=keys.delta,
+        )
+        content = blake3(tokens.astype("<i4").tobytes()).digest() + (plan.agent or "").encode()
+        self._library.add(
+            Record(
+                id=keys.record(content),
+                tokens=tokens,
+                prompt_tokens=min(len(known.tokens), len(tokens)),
+                pieces=layout.pieces,
+                segments=layout.segments,
+                agent=plan.agent,
+                workflow=known.hints.workflow,
+                salt=known.tenant,
+                sequence=self._library.next_sequence(),
+            )
+        )
+        learn = self._settings.learn and not known.approximate and len(tokens) >= len(known.tokens)
+        if not layout.writes and not (learn and plan.lessons):
+            return False
+        self._work.saves.append(Save(request, known.tenant, tuple(block_ids), layout.writes, plan.lessons, learn))
+        return True
+
+    def _complain(self, problem: str) -> None:
+        self.counts["bad_hints"] += 1
+        if problem not in self._complaints and len(self._complaints) < 1000:
+            self._complaints.add(problem)
+            logger.warning("kvcmas: %s", problem)
+
+
+def _not_eligible(request: Any) -> str | None:
+    """Why a request is left to vLLM alone, or None."""
+    if not request.prompt_token_ids:
+        return "no_tokens"
+    if getattr(request, "mm_features", None):
+        return "multimodal"
+    if getattr(request, "lora_request", None) is not None:
+        return "lora"
+    if getattr(request, "resumable", False):
+        return "streaming_input"
+    params = request.sampling_params
+    if params is None:
+        return "pooling"
+    if params.prompt_logprobs is not None:
+        return "prompt_logprobs"
+    return None
+
+
+def _tenant(server: str, client: str | None) -> str:
+    """Server-side salt and the request's own. The length in front keeps a client from spelling another server's."""
+    return f"{len(server)}:{server}{client or ''}"

@@ -1,0 +1,5 @@
+"""`kvcmas evaluate`: the method on a real model, without an engine, measured against dense prefill.
+
+``workload`` (roles and contexts) and ``dense`` (the model) feed ``runs`` (what dense prefill gives), ``methods`` turn a
+source agent's cache into the destination's, ``measures`` compare, ``run`` and ``chain`` drive, ``report`` shows.
+"""

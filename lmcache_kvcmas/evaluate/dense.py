@@ -1,0 +1,111 @@
+"""A Hugging Face model, run the plain way: what everything else is measured against."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..anchors import Caches
+from ..errors import ConfigError, UnsupportedModelError
+from ..kernels.correct import release
+from ..model import ModelGeometry, model_fingerprint
+
+
+class Active(NamedTuple):
+    """What attention reads: keys (rotated at their positions) and values, each ``[L, T, C]``."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return int(self.k.shape[1])
+
+    def rows(self, start: int, end: int) -> "Active":
+        return Active(self.k[:, start:end], self.v[:, start:end])
+
+    def then(self, other: "Active") -> "Active":
+        return Active(torch.cat([self.k, other.k], 1), torch.cat([self.v, other.v], 1))
+
+
+class Prompt(NamedTuple):
+    """Tokens of one agent's prompt: its role in front, the shared context (the run), its instruction behind."""
+
+    prefix: list[int]
+    run: list[int]
+    suffix: list[int]
+
+
+_MARK = "\u2042context\u2042"
+
+
+class DenseModel:
+    """A causal language model in fp32 on the CPU, with its tokenizer and chat template.
+
+    Raises ConfigError when the folder cannot be loaded, UnsupportedModelError when corrections do not fit the model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {folder}: not a Hugging Face model folder (it has no config.json)")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name = folder.name
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not self.tokenizer.chat_template:
+            raise ConfigError(f"--model {folder}: its tokenizer has no chat template")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self.model.eval()
+        self.geometry = ModelGeometry.of(self.model.config, dtype="float32", fingerprint=model_fingerprint(folder))
+        self.rope = self.geometry.rope.table()
+
+    def prompt(self, role: str, context: str, instruction: str) -> Prompt:
+        """System message ``role``, user message ``context + instruction``, tokenised apart at the context's borders."""
+        messages = [{"role": "system", "content": role}, {"role": "user", "content": _MARK + instruction}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        parts = text.split(_MARK)
+        if len(parts) != 2:
+            raise UnsupportedModelError("the chat template does not put the user's message into the prompt once")
+        return Prompt(*(self.tokenizer.encode(t, add_special_tokens=False) for t in (parts[0], context, parts[1])))
+
+    @torch.inference_mode()
+    def extend(self, past: Active | None, tokens: Sequence[int], keep: int = 1) -> tuple[Active, Tensor]:
+        """Run ``tokens`` on top of ``past``: their cache alone, and fp32 logits ``[keep, V]`` of the last ``keep``."""
+        start = past.tokens if past is not None else 0
+        cache, logits = self._forward([past] if past is not None else [], tokens, keep, 1)
+        shape = (start + len(tokens), self.geometry.channels)
+        k, v = (
+            torch.stack([getattr(layer, name)[0].transpose(0, 1).reshape(shape) for layer in cache.layers])
+            for name in ("keys", "values")
+        )
+        return Active(k, v).rows(start, shape[0]), logits[0]
+
+    @torch.inference_mode()
+    def compare(self, pasts: Sequence[Active], tokens: Sequence[int], keep: int) -> Tensor:
+        """Log-probabilities ``[B, keep, V]`` of the last ``keep`` of ``tokens``, on ``B`` pasts of one length."""
+        return torch.log_softmax(self._forward(pasts, tokens, keep, len(pasts))[1], -1)
+
+    def _forward(self, pasts: Sequence[Active], tokens: Sequence[int], keep: int, batch: int) -> tuple[Any, Tensor]:
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()
+        heads, dim = self.geometry.kv_heads, self.geometry.head_dim
+        start = pasts[0].tokens if pasts else 0
+        for layer in range(self.geometry.layers if pasts else 0):
+            stacks = (torch.stack([x[layer] for x in xs]) for xs in zip(*pasts, strict=True))
+            cache.update(*(x.view(batch, start, heads, dim).transpose(1, 2) for x in stacks), layer)
+        out = self.model(
+            input_ids=torch.tensor([list(tokens)]).expand(batch, -1),
+            position_ids=torch.arange(start, start + len(tokens))[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return cache, out.logits.float()
+
+    def release(self, active: Active, start: int) -> Caches:
+        """Position-free cache of rows whose first stands at position ``start``."""
+        cos, sin = self.rope.span(start, start + active.tokens)
+        return Caches(torch.stack([release(self.rope, k, cos, sin) for k in active.k]), active.v)

@@ -1,0 +1,73 @@
+"""How far a cache, and what a model says on top of it, are from dense."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dense import Active
+
+
+class CacheErrors(NamedTuple):
+    """Errors of a run's cache. Each is a mean over layers >= 1; rotation changes no length, so rotated keys do."""
+
+    res_k: float
+    """Residual delta energy: ‖K − K_dense‖² ÷ ‖K_none − K_dense‖², 1 for rotation only."""
+    res_v: float
+    kv_error: float
+    """Relative error: sqrt of the mean over layers and K, V of ‖err‖² ÷ ‖dense‖²."""
+    tail_error: float
+    """The same, for the tokens behind the head: what ê estimates."""
+
+
+class AnswerErrors(NamedTuple):
+    kl: float
+    """Mean KL(dense ‖ this), nats, over the teacher-forced tokens."""
+    top1: float
+    """Share of them at which both would choose the same token."""
+    exact: bool
+    """Whether both would choose the same token everywhere."""
+
+
+def cache_errors(run: Active, none: Active, dense: Active, head: int) -> CacheErrors:
+    """Compare ``run`` with ``dense``; ``none`` is the run under rotation only, ``head`` where its tail begins."""
+    error = torch.stack([_energy(run.k - dense.k), _energy(run.v - dense.v)])
+    delta = torch.stack([_energy(none.k - dense.k), _energy(none.v - dense.v)])
+    whole = torch.stack([_energy(dense.k), _energy(dense.v)])
+    res = (error.sum(2) / delta.sum(2).clamp_min(1e-30)).mean(1)
+    tails = error[..., head:].sum(2) / whole[..., head:].sum(2).clamp_min(1e-30)
+    return CacheErrors(
+        float(res[0]),
+        float(res[1]),
+        float((error.sum(2) / whole.sum(2)).mean().sqrt()),
+        float(tails.mean().sqrt()),
+    )
+
+
+def _energy(x: Tensor) -> Tensor:
+    """``[L-1, T]`` of ``x [L, T, C]``: layer 0 is never corrected."""
+    return x[1:].double().square().sum(2)
+
+
+def answer_errors(logp: Tensor, dense: Tensor) -> AnswerErrors:
+    """Compare log-probabilities ``[n, V]`` with dense ones."""
+    kl = (dense.exp() * (dense - logp)).double().sum(1).mean()
+    same = logp.argmax(1) == dense.argmax(1)
+    return AnswerErrors(float(kl), float(same.double().mean()), bool(same.all()))
+
+
+def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, resamples: int = 2000) -> list[float]:
+    """95% interval ``[low, high]`` of the mean of ``values``, or of the ratio of means to ``below`` (paired)."""
+    x = torch.tensor(values, dtype=torch.float64)
+    draws = torch.randint(len(x), (resamples, len(x)), generator=torch.Generator().manual_seed(0))
+    means = x[draws].mean(1)
+    if below is not None:
+        means = means / torch.tensor(below, dtype=torch.float64)[draws].mean(1)
+    return [float(q) for q in torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64))]
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's, for values without ties."""
+    ranks = torch.stack([torch.tensor(x, dtype=torch.float64).argsort().argsort().double() for x in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1])

@@ -1,0 +1,157 @@
+"""Learning, off the critical path: one thread that factorises what finished requests left."""
+
+import logging
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lmcache_kvcmas.edges import EdgeBook
+from lmcache_kvcmas.entries import EntryKind, TensorSpec
+from lmcache_kvcmas.factors import Factors
+from lmcache_kvcmas.hot import HotRun
+from lmcache_kvcmas.kernels.rope import RopeTable
+from lmcache_kvcmas.lessons import Stretch, anchor_of, delta_factors
+from lmcache_kvcmas.spans import Edge
+from lmcache_kvcmas.store import EntryStore
+
+_NICENESS = 10  # about a tenth of a core beside a busy engine, all of one beside an idle one
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compress:
+    """Store a captured run as a low-rank difference to full-width roots."""
+
+    key: bytes
+    run: HotRun
+    roots: Stretch
+    leases: ExitStack
+
+    @property
+    def nbytes(self) -> int:
+        return self.run.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learn:
+    """Offer the difference of a densely prefilled run to its edge's pool."""
+
+    tenant: str
+    edge: Edge
+    run: HotRun
+    source: Stretch
+    offset: int
+    leases: ExitStack
+
+    @property
+    def nbytes(self) -> int:
+        return self.run.nbytes
+
+
+Task = Compress | Learn
+
+
+class Learner:
+    """Works through tasks in order. At most ``budget`` bytes wait; what comes on top is dropped, and counted.
+
+    A dropped `Compress` makes its run a miss once the hot tier has forgotten it; a dropped `Learn` costs an anchor.
+    """
+
+    def __init__(self, store: EntryStore, book: EdgeBook, rope: RopeTable, rank: int, keep: int, budget: int) -> None:
+        self._store, self._book, self._rope = store, book, rope
+        self._rank, self._keep, self._budget = rank, keep, budget
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._idle = threading.Condition()
+        self.counts: Counter[str] = Counter()
+        """Tasks by what became of them: ``compressed``, ``learned``, ``dropped``, ``no_room``, ``failed``."""
+        self._thread = threading.Thread(target=self._work, name="kvcmas-learner", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> bool:
+        """Queue ``task``; False if too much waits already. Takes over the task's leases either way."""
+        with self._idle:
+            if self._waiting + task.nbytes > self._budget and self._waiting:
+                self.counts["dropped"] += 1
+                task.leases.close()
+                return False
+            self._waiting += task.nbytes
+        self._tasks.put(task)
+        return True
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is left to do; False if ``timeout`` seconds were not enough."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._waiting == 0, timeout)
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Finish the current task and stop. What still waits is not learned."""
+        self._budget = -1
+        self._tasks.put(None)
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        _yield_to_others()
+        done: dict[type[Task], Callable[..., str]] = {Compress: self._compress, Learn: self._learn}
+        while (task := self._tasks.get()) is not None:
+            try:
+                with task.leases, torch.inference_mode():
+                    outcome = done[type(task)](task) if self._budget >= 0 else "dropped"
+            except Exception:  # a lesson lost is a cache entry less; the thread has to live on
+                logger.exception("kvcmas: a lesson was lost")
+                outcome = "failed"
+            with self._idle:
+                self.counts[outcome] += 1
+                self._waiting -= task.nbytes
+                self._idle.notify_all()
+
+    def _compress(self, task: Compress) -> str:
+        delta_k, delta_v = delta_factors(task.run, task.roots, self._rope, self._rank)
+        tensors = named(delta_k, delta_v)
+        room = self._store.reserve(
+            task.key, EntryKind.DELTA, {name: TensorSpec.of(t) for name, t in tensors.items()}, {}
+        )
+        if room is None:
+            return "no_room"
+        for name, tensor in tensors.items():
+            room.tensors[name].copy_(tensor)
+        return "compressed" if room.commit() else "no_room"
+
+    def _learn(self, task: Learn) -> str:
+        anchor = anchor_of(task.run, task.source, self._rope, self._rank, self._keep, task.offset)
+        self._book.learn(task.tenant, task.edge, anchor)
+        return "learned"
+
+
+def named(delta_k: Factors, delta_v: Factors) -> dict[str, Tensor]:
+    """The tensors of a DELTA entry."""
+    parts = {"k": delta_k, "v": delta_v}
+    return {f"{part}.{name}": t for part, factors in parts.items() for name, t in factors.tensors().items()}
+
+
+def _yield_to_others() -> None:
+    """Keep this thread from slowing down the engine's.
+
+    A lower priority where threads have one (Linux). And one torch thread: a second one would meet the engine's workers on
+    every core, and a team of threads that share their cores spends its time waiting for one another (150 times slower).
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    except (AttributeError, OSError):
+        logger.debug("kvcmas: the learner's thread keeps its priority")
+    # Not torch.set_num_threads: vLLM's CPU worker replaces that one by a warning. It counts for the calling thread, and
+    # for threads that start later: a second thread restores what those get.
+    set_threads = torch._C.set_num_threads
+    before = torch.get_num_threads()
+    set_threads(1)
+    restore = threading.Thread(target=set_threads, args=(before,))
+    restore.start()
+    restore.join()

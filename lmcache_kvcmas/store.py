@@ -1,0 +1,124 @@
+"""What a store of entries promises. Implementations: ``connectors/lmcache_store.py``.
+
+A store belongs to one process and one tensor-parallel rank; it may be used from several threads. Nothing in it waits
+for room, and nothing that a tier does wrong gets out as an exception: the worst answer is None.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Protocol
+
+from torch import Tensor
+
+from lmcache_kvcmas.entries import EntryKind, Meta, TensorSpec
+
+
+class MissCause(Enum):
+    ABSENT = "absent"
+    """No tier holds it (never stored, evicted, or lost)."""
+    DAMAGED = "damaged"
+    """Truncated, corrupted, or of an unknown format; removed."""
+    FOREIGN = "foreign"
+    """Whole, but of another model, rank, kind or key; removed."""
+    FAILED = "failed"
+    """A tier raised an error, or had no room to bring the entry into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counted since the store was opened, but for the first block, which is as of now. Sizes in bytes."""
+
+    entries: int = 0
+    """In memory."""
+    bytes_used: int = 0
+    """Memory taken, padding and entries being written or read included."""
+    bytes_budget: int = 0
+    disk_entries: int = 0
+    disk_bytes: int = 0
+    disk_budget: int = 0
+    leased: int = 0
+    """Leases and reservations that are open."""
+
+    hits: int = 0
+    misses: Mapping[MissCause, int] = field(default_factory=dict)
+    stored: int = 0
+    refused: int = 0
+    """Entries that were not stored, for want of room but for failures of a tier."""
+    evictions: int = 0
+    """Entries that left memory to make room."""
+    disk_failures: int = 0
+    """Entries that could not be written to disk; they stay in memory as long as there is room."""
+
+
+class Reservation(Protocol):
+    """Room for one entry. Write into ``tensors``, then commit or abandon: once, and nothing is touched after that."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Writable views on the CPU, of the shapes and dtypes asked for; what they hold is undefined."""
+
+    def commit(self) -> bool:
+        """Makes the entry readable, all at once. True if the store now holds the key.
+
+        If it held it already, the first entry stays (equal keys mean equal content), except for a POOL: the last wins,
+        and it is kept in memory only.
+        """
+
+    def abandon(self) -> None:
+        """Gives the room back. Does nothing after a commit."""
+
+
+class Lease(Protocol):
+    """One entry, held in memory until it is released; eviction passes it by. Release it, or use it in a ``with``.
+
+    ``tensors`` are views of the store's own memory: read-only by agreement, and dead after the release.
+    A lease that is dropped without a release keeps its memory for good, rather than have views change their content.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def meta(self) -> Meta: ...
+
+    def release(self) -> None:
+        """Idempotent."""
+
+    def __enter__(self) -> "Lease": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class EntryStore(Protocol):
+    """Keys are 32 bytes, made by ``keys.KeySpace``."""
+
+    def reserve(self, key: bytes, kind: EntryKind, tensors: Mapping[str, TensorSpec], meta: Meta) -> Reservation | None:
+        """Room for an entry, made by evicting others if need be. None if there is none: never waits.
+
+        Raises:
+            EntryError: no entry can look like this (unknown dtype, header beyond 64 KiB).
+        """
+
+    def get(self, key: bytes, kind: EntryKind) -> Lease | None:
+        """The entry, its checksums verified, brought into memory from a lower tier if need be. None is a miss."""
+
+    def contains(self, key: bytes) -> bool:
+        """Whether some tier holds the key. Says nothing about its being whole."""
+
+    def remove(self, key: bytes) -> None:
+        """Removes it from every tier. Open leases on it stay valid."""
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys that left the last tier that held them since the last call, in order. Cheap when there are none."""
+
+    def stats(self) -> StoreStats: ...
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until what was committed has reached the lower tiers, ``timeout`` seconds at most. True if it has."""
+
+    def close(self) -> None:
+        """Ends within 5 seconds. Afterwards everything is a miss; open leases stay valid."""
