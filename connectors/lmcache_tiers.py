@@ -105,6 +105,7 @@ class DiskTier:
         self.folder = folder
         self.failures = 0
         self._drifted = False
+        self._unwanted: set[Any] = set()
         backend.batched_msg_sender = self.tap
         self._save = backend.async_save_bytes_to_disk
         backend.async_save_bytes_to_disk = self._save_or_undo
@@ -122,6 +123,9 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 Path(self._backend._key_to_path(key)).unlink()
             self._failed(error)
+        if key in self._unwanted:
+            self._unwanted.discard(key)
+            self.remove(key)
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
@@ -148,6 +152,9 @@ class DiskTier:
         return bool(self._backend.contains(name))
 
     def remove(self, name: Any) -> None:
+        """Removes the file, now or as soon as it is written."""
+        if name in self.writing():
+            self._unwanted.add(name)
         with contextlib.suppress(OSError):
             self._drifted |= bool(self._backend.remove(name))
 

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from lmcache_kvcmas.agents import AgentRegistry
 from lmcache_kvcmas.config import Settings
 from lmcache_kvcmas.connectors.messages import Load, Outcome, Save, StepWork, WorkerReport
+from lmcache_kvcmas.connectors.metrics import TOKENS
 from lmcache_kvcmas.connectors.prefix_tag import tag_blocks
 from lmcache_kvcmas.fingerprint import Tokens
 from lmcache_kvcmas.hints import Hints, parse_hints
@@ -67,6 +68,7 @@ class SchedulerSide:
         self._work = StepWork()
         self._complaints: set[str] = set()
         self.counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
         self.nested = False
 
     def set_nested(self, works: bool) -> None:
@@ -148,6 +150,9 @@ class SchedulerSide:
         for edge, count in report.anchors.items():
             self._anchors[edge] = count
             self._versions[edge] += 1
+        # Workers count from their start on.
+        for name, count in report.counts.items():
+            self.counts[f"worker.{name}"] = count
         if report.lost:
             self.counts["records_lost"] += self._library.lose(report.lost)
 
@@ -173,8 +178,11 @@ class SchedulerSide:
             known.used = known.offered
         report = hop_report(known.planned, known.used, known.outcome.judged, len(known.tokens), known.outcome.cause)
         answer = {"kvcmas": report.as_json()}
+        self.counts[f"decision.{report.decision}"] += 1
+        for origin in ("shared", "reused", "recomputed", "exact", "dense"):
+            self.counts[f"{TOKENS}{origin}"] += getattr(report, f"{origin}_tokens")
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        if not self._settings.capture or computed < 1:
+        if not (self._settings.capture and known.hints.capture) or computed < 1:
             return False, answer
         tokens = np.asarray(request.all_token_ids[:computed], dtype=np.int32)
         if known.loading:
@@ -223,6 +231,16 @@ class SchedulerSide:
             return False
         self._work.saves.append(Save(request, known.tenant, tuple(block_ids), layout.writes, plan.lessons, learn))
         return True
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        new = {name: n - self._told[name] for name, n in self.counts.items() if n > self._told[name]}
+        self._told = self.counts.copy()
+        return new
+
+    def forget(self) -> None:
+        """Forget all records: the store's entries stay until they make room, but nothing points at them."""
+        self._library = Library(self._settings.max_records)
 
     def _complain(self, problem: str) -> None:
         self.counts["bad_hints"] += 1

@@ -26,6 +26,7 @@ from lmcache_kvcmas.connectors.engine import check_rope, describe
 from lmcache_kvcmas.connectors.lmcache_config import load_lmcache_config
 from lmcache_kvcmas.connectors.lmcache_open import StoreShape, open_store
 from lmcache_kvcmas.connectors.messages import Handshake, StepWork, WorkerReport
+from lmcache_kvcmas.connectors.metrics import KVCMASPromMetrics, KVCMASStats
 from lmcache_kvcmas.connectors.nested import NestedForward, current_runner, expose_runner
 from lmcache_kvcmas.connectors.paged import PagedCache
 from lmcache_kvcmas.connectors.scheduler_side import SchedulerSide
@@ -54,7 +55,7 @@ class KVCMASConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._lmcache = load_lmcache_config()
-        self._geometry = describe(vllm_config, kv_cache_config)
+        self.geometry = describe(vllm_config, kv_cache_config)
         self._block: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
@@ -66,7 +67,7 @@ class KVCMASConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             logger.info("kvcmas sets kv_load_failure_policy to recompute: what cannot be given is prefilled")
         settings = self._lmcache.settings
-        self.scheduler = SchedulerSide(settings, self._lmcache.chunk_size, self._geometry.fingerprint, self._block)
+        self.scheduler = SchedulerSide(settings, self._lmcache.chunk_size, self.geometry.fingerprint, self._block)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -76,7 +77,7 @@ class KVCMASConnector(KVConnectorBase_V1):
     # workers
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        geometry, config = self._geometry, self._vllm_config
+        geometry, config = self.geometry, self._vllm_config
         if len(kv_caches) != geometry.layers:
             raise UnsupportedEngineError(f"the engine has {len(kv_caches)} caches for {geometry.layers} layers")
         layers = config.compilation_config.static_forward_context
@@ -165,3 +166,24 @@ class KVCMASConnector(KVConnectorBase_V1):
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
         return self.scheduler.finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        assert self.scheduler is not None
+        self.scheduler.forget()
+        return True
+
+    # metrics
+
+    def get_kv_connector_stats(self) -> KVCMASStats | None:
+        if self.scheduler is None:
+            return None
+        counts = self.scheduler.take_counts()
+        return KVCMASStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVCMASStats:
+        return KVCMASStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVCMASPromMetrics:
+        return KVCMASPromMetrics(*args)

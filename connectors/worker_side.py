@@ -41,7 +41,7 @@ class WorkerSide:
     def __init__(
         self, settings: Settings, geometry: ModelGeometry, store: EntryStore, paged: PagedCache, rope: RopeTable
     ) -> None:
-        self._settings, self._geometry, self._store, self._paged = settings, geometry, store, paged
+        self._settings, self._geometry, self.store, self._paged = settings, geometry, store, paged
         self._rope = rope
         self._hot = HotTier(settings.hot_bytes)
         self._book = EdgeBook(
@@ -96,19 +96,19 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """What the scheduler does not know yet; None if it knows all."""
-        self._lost.update(self._store.take_evicted())
+        self._lost.update(self.store.take_evicted())
         report = WorkerReport(self._outcomes, self._book.take_changed(), self._lost)
         self._outcomes, self._lost = {}, set()
         if not (report.outcomes or report.anchors or report.lost):
             return None
         report.counts = dict(self.counts) | {f"learner.{k}": v for k, v in self.learner.counts.items()}
-        report.store_bytes = self._store.stats().bytes_used
+        report.store_bytes = self.store.stats().bytes_used
         return report
 
     def close(self) -> None:
         self.learner.close()
         self._hot.clear()
-        self._store.close()
+        self.store.close()
 
     # loading
 
@@ -142,10 +142,10 @@ class WorkerSide:
         """A source for each piece, or the first piece that has none."""
         found = []
         for piece in pieces:
-            source = fetch(self._store, self._hot, piece, self._paged.device, leases)
+            source = fetch(self.store, self._hot, piece, self._paged.device, leases)
             if source is None:
                 self._lost.update(
-                    key for key in (piece.chunk, piece.delta) if key is not None and not self._store.contains(key)
+                    key for key in (piece.chunk, piece.delta) if key is not None and not self.store.contains(key)
                 )
                 self.counts[_MISSING] += 1
                 return piece
@@ -228,9 +228,9 @@ class WorkerSide:
             part = HotRun(run.k[:, rows], run.v[:, rows], write.start)
             self._hot.put(write.key, part)
             leases = ExitStack()
-            roots = [fetch_root(self._store, p, self._paged.device, leases) for p in write.bases]
+            roots = [fetch_root(self.store, p, self._paged.device, leases) for p in write.bases]
             whole = [r for r in roots if r is not None]
-            if len(whole) < len(roots) or self._store.contains(write.key):
+            if len(whole) < len(roots) or self.store.contains(write.key):
                 leases.close()
                 continue
             self.learner.submit(Compress(write.key, part, Stretch(whole), leases))
@@ -240,10 +240,10 @@ class WorkerSide:
         self.counts["saves"] += 1
 
     def _save_chunk(self, save: Save, write: ChunkWrite) -> None:
-        if self._store.contains(write.key):
+        if self.store.contains(write.key):
             return
         shape = TensorSpec((self._geometry.layers, write.end - write.start, self._geometry.channels), self._paged.dtype)
-        room = self._store.reserve(write.key, EntryKind.BASE, {"k": shape, "v": shape}, {"position": write.start})
+        room = self.store.reserve(write.key, EntryKind.BASE, {"k": shape, "v": shape}, {"position": write.start})
         if room is None:
             self._lost.add(write.key)
             self.counts["no_room"] += 1

@@ -82,6 +82,9 @@ def destination(
     In order: the hint; the agent of a record that begins with the same role prompt; the tokens in front of the first
     shared run; the tokens that other prompts of this agent began with.
     """
+    fronts = role_prefixes(matches)
+    # Sources first: the asking agent may be one of them, and asked again must get the same answer.
+    roles = {m.record.id: registry.resolve(m.record, fronts[m.record.id]) for m in matches if not m.is_prefix}
     prefixes = sorted((m for m in matches if m.is_prefix), key=lambda m: -m.end)
     if hint is None:
         for m in prefixes:
@@ -89,16 +92,10 @@ def destination(
             if role is not None and role.prefix is not None and SHORTEST_ROLE <= role.prefix <= m.end:
                 return role.agent
     begins = []
-    fronts = role_prefixes(matches)
     for m in matches:
         if not m.is_prefix:
             # A run that begins inside the source's role prompt is role text; its context begins where that ends.
-            role = registry.role_of(m.record)
-            if role is not None and role.prefix is None:
-                # Named elsewhere, or long ago: the asking agent may be the same, so its role has to be known first.
-                role = registry.resolve(m.record, fronts[m.record.id])
-            known = 0 if role is None or role.prefix is None else role.prefix
-            begin = m.start + max(0, known - m.source_start)
+            begin = m.start + max(0, (roles[m.record.id].prefix or 0) - m.source_start)
             if begin < m.end:
                 begins.append(begin)
     if begins:

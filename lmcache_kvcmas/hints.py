@@ -6,7 +6,8 @@ LONGEST = 256
 """Characters of a hint."""
 
 _NAMES = ("agent", "workflow", "source")
-_KNOWN = (*_NAMES, "share")
+_SWITCHES = ("share", "capture")
+_KNOWN = (*_NAMES, *_SWITCHES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Hints:
     """Only records that this agent left may serve."""
     share: bool = True
     """False: take nothing but the exact prefix. The request is still learned from."""
+    capture: bool = True
+    """False: leave nothing behind, and teach nothing."""
 
 
 def parse_hints(params: object) -> tuple[Hints, tuple[str, ...]]:
@@ -43,15 +46,18 @@ def parse_hints(params: object) -> tuple[Hints, tuple[str, ...]]:
     names: dict[str, str | None] = {}
     for field in _NAMES:
         names[field] = _name(field, given.get(field), problems)
-    share = given.get("share")
-    if share is not None and not isinstance(share, bool):
-        problems.append(f"kvcmas.share must be true or false, got {_excerpt(share)}: ignored")
-        share = None
+    switches: dict[str, bool] = {}
+    for field in _SWITCHES:
+        value = given.get(field)
+        if value is not None and not isinstance(value, bool):
+            problems.append(f"kvcmas.{field} must be true or false, got {_excerpt(value)}: ignored")
+            value = None
+        switches[field] = True if value is None else value
     unknown = [k for k in given if not isinstance(k, str) or k not in _KNOWN]
     if unknown:
         listed = ", ".join(_excerpt(k) for k in unknown[:4])
         problems.append(f"kvcmas.{{{listed}}} is unknown (known: {', '.join(_KNOWN)}): ignored")
-    hints = Hints(names["agent"], names["workflow"], names["source"], True if share is None else share)
+    hints = Hints(names["agent"], names["workflow"], names["source"], switches["share"], switches["capture"])
     return hints, tuple(problems)
 
 

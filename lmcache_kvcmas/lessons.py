@@ -39,7 +39,7 @@ def free_of(run: HotRun, rope: RopeTable, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def delta_factors(run: HotRun, roots: Stretch, rope: RopeTable, rank: int) -> tuple[Factors, Factors]:
-    """Rank-``rank`` difference of a captured run to its full-width roots, keys position-free.
+    """Rank-``rank`` difference of a captured run to its full-width roots, keys position-free, in the run's dtype.
 
     One layer at a time: a run of 32K tokens at full width in fp32, all layers at once, would not fit beside a model.
     """
@@ -47,7 +47,7 @@ def delta_factors(run: HotRun, roots: Stretch, rope: RopeTable, rank: int) -> tu
     for layer in range(run.k.shape[0]):
         pairs = zip(free_of(run, rope, layer), roots.free(rope, layer), strict=True)
         for to, (ours, theirs) in zip(layers, pairs, strict=True):
-            to.append(Factors.of((ours - theirs)[None], rank))
+            to.append(Factors.of((ours - theirs)[None], rank, run.k.dtype))
     return _stacked(layers[0]), _stacked(layers[1])
 
 

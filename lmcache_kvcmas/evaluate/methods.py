@@ -77,11 +77,12 @@ class Oracle:
     name: str
     head: bool
     rank: int = 32
+    dtype: torch.dtype = torch.bfloat16
 
     def apply(self, case: Case) -> Outcome:
         target = case.model.release(case.dense, case.prefix.tokens)
-        k = Factors.of(target.k - case.source.k, self.rank)
-        v = Factors.of(target.v - case.source.v, self.rank)
+        k = Factors.of(target.k - case.source.k, self.rank, self.dtype)
+        v = Factors.of(target.v - case.source.v, self.rank, self.dtype)
         deltas = [(k.expand(i), v.expand(i)) for i in range(1, k.layers)]
         return Outcome(place(case, [(None, None), *deltas], self.head), None)
 

@@ -14,7 +14,8 @@ from .base import LayerPrediction, Predictor, ReadLayer
 _POSITION = 0.02
 _COLDEST = 1e-3
 _HOTTEST = 0.1
-_CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}  # of weights at a time: what stays in a CPU's cache, or feeds a GPU
+_FAINTEST = -60.0  # e⁻⁶⁰ is nothing beside the nearest's 1; below e⁻⁸⁷ lie denormals, which slow a CPU down manifold
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}  # of weights at a time: what stays in a CPU's cache, or feeds a GPU
 
 
 class AttentionPredictor:
@@ -79,7 +80,7 @@ class AttentionPredictor:
             torch.mm(query[start:end], self._keys[layer], out=a)
             nearest = a.amin(1)
             heat = (nearest + norms[start:end]).clamp_min_(0).add_(_COLDEST).clamp_max_(_HOTTEST)
-            a.sub_(nearest[:, None]).mul_(heat.reciprocal_().neg_()[:, None]).exp_()
+            a.sub_(nearest[:, None]).mul_(heat.reciprocal_().neg_()[:, None]).clamp_min_(_FAINTEST).exp_()
             mixed = [part @ u for part, u in zip(torch.split(a, self._tokens, 1), left, strict=True)]
             extras = torch.stack([m[:, -3:] for m in mixed])
             scale = extras[..., 0].sum(0).reciprocal_()

@@ -33,6 +33,13 @@ def test_a_short_cut_does_not_merge_roles_that_begin_alike():
     assert registry.identify(prompt(style, 103), 42) == a
 
 
+def test_a_known_role_is_compared_as_far_as_it_is_known():
+    registry = AgentRegistry()
+    start = tokens_of(1, 30)
+    known = registry.identify(prompt(np.concatenate([start, tokens_of(2, 30)]), 100), 60)
+    assert registry.identify(prompt(np.concatenate([start, tokens_of(3, 30)]), 101), 30) != known
+
+
 def test_a_known_role_in_front_of_unshared_context_is_recognised():
     """Retrieval puts other documents in front of the shared one."""
     registry = AgentRegistry()

@@ -72,6 +72,17 @@ def test_a_colliding_hash_finds_nothing(monkeypatch):
     assert not index.match(other)
 
 
+def test_salts_are_compared_even_when_hashes_agree(monkeypatch):
+    """Lost otherwise: a tenant's privacy would hang on a hash."""
+    for name in ("fingerprint", "prefix_fingerprints"):
+        real = getattr(index_module(), name)
+        monkeypatch.setattr(index_module(), name, lambda tokens, salt, real=real: real(tokens, "same"))
+    index = RecordIndex()
+    index.add(record("r", tokens_of(1, 500), "a"))
+    assert index.match(tokens_of(1, 500), "a")
+    assert not index.match(tokens_of(1, 500), "b")
+
+
 def index_module():
     from lmcache_kvcmas import index
 

@@ -35,16 +35,16 @@ def records(draw, store: dict[bytes, Stored], number: int) -> Record:
     pieces = []
     leading = True
     for a, b in pairwise(cuts):
-        kind = draw(st.sampled_from(["exact", "exact", "own", "delta", "hole"]))
+        kind = draw(st.sampled_from(["exact", "exact", "own", "delta", "exact delta", "hole"]))
         if kind == "hole":
             continue
         leading = leading and kind == "exact"
         chunk = b"%d:%d" % (number, a)
         store[chunk] = Stored(tokens[a:b], tokens[:a].tobytes(), kind == "exact")
-        if kind == "delta":
+        if "delta" in kind:
             store[b"d" + chunk] = store[chunk]
-        delta = b"d" + chunk if kind == "delta" else None
-        pieces.append(Piece(a, b, chunk, 0, delta, 0, kind == "exact"))
+        delta = b"d" + chunk if "delta" in kind else None
+        pieces.append(Piece(a, b, chunk, 0, delta, 0, "exact" in kind))
     marks = sorted({0, n, *(min(n, x) for x in draw(st.lists(st.integers(0, 900), max_size=4)))})
     slot, error2 = st.integers(-1, 4), st.sampled_from([0.0, 0.001])
     segments = tuple(Segment(a, b, draw(slot), draw(error2)) for a, b in pairwise(marks))

@@ -1,5 +1,7 @@
 """Workflows of agents, request by request. `World.plan` checks each plan against what is really stored."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from plan_world import ASSISTANT, SYSTEM, USER, words
@@ -131,6 +133,23 @@ def test_fan_in_takes_runs_from_several_records(world):
     assert joined.plan.covered >= len(joined.tokens) - 20
     computed = [s for s in joined.plan.spans if s.kind is SpanKind.COMPUTE]
     assert len(computed) == 4, "role, gap, and what each agent read between context and output; each with a head"
+
+
+def test_one_edge_that_has_to_learn_makes_the_whole_request_learn(world):
+    """Lost otherwise: a long part without anchors would wait for a nested forward, and never be learned."""
+    for seed in (100, 200):
+        context = words(seed, 300)
+        left = world.serve(world.prompt("planner", context))
+        world.serve(world.prompt("critic", context))
+    context, other = words(300, 300), words(301, 300)
+    world.serve(world.prompt("planner", context))
+    right = world.serve(world.prompt("solver", other))
+    ready, both = (world.plan(world.prompt("critic", *parts)) for parts in ((context,), (context, other)))
+    assert "predicted" in kinds(ready)
+    assert set(kinds(both)) <= {"exact"}
+    assert len(both.lessons) == 2
+    assert left.plan.agent == both.lessons[0].edge.source != both.lessons[1].edge.source
+    assert world.registry.role_of(right.record).agent == both.lessons[1].edge.source
 
 
 def test_only_outputs_are_passed_on(world):
@@ -339,3 +358,18 @@ def test_salted_worlds_never_meet(world):
         assert not world.plan(tokens, salt="b").lessons
         assert not world.plan(tokens, salt="b").spans
         assert not world.plan(tokens).spans
+
+
+@pytest.mark.parametrize("change", [{"delta": b"d"}, {"exact": False}])
+def test_what_is_compressed_or_approximate_is_never_called_exact(world, change):
+    """Lost otherwise: the engine would share approximate blocks with requests that ask for exact ones."""
+    context = words(100, 600)
+    record = world.serve(world.prompt("planner", context)).record
+    first, second, *rest = record.pieces
+    world.store[b"d"] = world.store[second.chunk]
+    object.__setattr__(record, "pieces", (first, replace(second, **change), *rest))
+    plan = world.plan(world.prompt("planner", context))
+    assert [(s.kind, s.start, s.end) for s in plan.spans] == [
+        (SpanKind.EXACT, 0, first.end),
+        (SpanKind.OWN, first.end, plan.covered),
+    ]

@@ -69,6 +69,27 @@ def test_removing_gives_the_disk_budget_back(open_small: OpenStore, tmp_path: Pa
     assert store.stats().disk_entries == 8
 
 
+def test_what_is_removed_while_it_is_being_written_does_not_come_back(
+    open_small: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's writer would list it again a moment later; and until then nobody can say whether the key is gone."""
+    store = open_small(cpu=8 * MIB, disk=64 * MIB)
+    disk = store._manager.storage_backends["LocalDiskBackend"]
+    write = disk.write_file
+    monkeypatch.setattr(disk, "write_file", lambda buffer, path: (time.sleep(0.3), write(buffer, path)))
+    assert put(store, 1)
+    store.remove(key(1))
+    assert store.take_evicted() == []
+    assert store.flush(5)
+    deadline = time.monotonic() + 2  # the writer still has to see that its file is not wanted
+    while files(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not store.contains(key(1))
+    assert store.take_evicted() == [key(1)]
+    assert files(tmp_path) == []
+    assert store.stats().disk_bytes == 0
+
+
 @pytest.mark.parametrize("how", ["flipped", "truncated", "emptied", "deleted", "another"])
 def test_a_file_that_is_not_what_was_written_is_a_miss(open_small: OpenStore, tmp_path: Path, how: str) -> None:
     """LMCache reads a short or missing file into recycled memory, silently: that is another prompt's cache."""
@@ -104,7 +125,7 @@ def test_an_entry_on_disk_with_no_memory_to_read_it_into_is_a_miss_at_once(open_
     leases = [store.get(key(n), EntryKind.BASE) for n in (3, 4, 5)]
     started = time.monotonic()
     assert store.get(key(0), EntryKind.BASE) is None
-    assert time.monotonic() - started < 0.5  # measured: 0.002 s
+    assert time.monotonic() - started < 0.5  # measured: 0.007 s; LMCache would wait, without an end
     assert store.stats().misses == {MissCause.FAILED: 1}
     for lease in leases:
         assert lease is not None
@@ -240,5 +261,5 @@ def test_a_killed_servers_files_go_at_the_next_start_a_living_ones_stay(open_sma
 def test_a_process_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
     """LMCache's storage thread would keep it, and its memory, alive for ever."""
     process = serve(tmp_path, "go")
-    process.communicate(timeout=30)  # measured: 1 s
+    process.communicate(timeout=60)  # measured: 9 to 17 s for the whole test, nearly all of it imports
     assert process.returncode == 0

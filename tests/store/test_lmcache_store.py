@@ -126,7 +126,7 @@ def test_no_room_is_said_at_once_and_costs_nobody_an_entry(open_small: OpenStore
     started = time.monotonic()
     assert not put(store, 6, size=4 * MIB)
     assert not put(store, 7, size=100 * MIB)
-    assert time.monotonic() - started < 0.5  # measured: 0.002 s; a wait would be 0.1 s at least, again and again
+    assert time.monotonic() - started < 0.5  # measured: 0.0004 s; LMCache would wait, without an end
     assert all(holds(store, n) for n in range(6))
     assert store.stats().refused == 2
     for lease in leases:
@@ -222,8 +222,9 @@ def test_a_learner_may_write_while_the_engine_reads(open_small: OpenStore) -> No
         thread.join()
     assert not problems
     stats = store.stats()
-    assert seen[0] > 100  # measured: about 3,000
-    assert stats.evictions > 100
+    # Measured on 2 cores with five other busy processes: 358 and 866.
+    assert seen[0] > 20
+    assert stats.evictions > 50
     assert stats.leased == 0
     assert stats.misses.keys() <= {MissCause.ABSENT}
     for n in range(24):

@@ -1,0 +1,31 @@
+"""One evaluation on real weights, shared by all tests that look at it."""
+
+from pathlib import Path
+
+import pytest
+from measured_rows import EDGES, Measured
+
+from lmcache_kvcmas.evaluate.chain import ChainRow, evaluate_chain
+from lmcache_kvcmas.evaluate.dense import DenseModel
+from lmcache_kvcmas.evaluate.run import EvaluateSettings, evaluate
+from lmcache_kvcmas.evaluate.runs import DenseRuns
+from lmcache_kvcmas.evaluate.workload import load_workload
+
+WORKLOAD = Path(__file__).parents[2] / "examples" / "workload"
+
+
+@pytest.fixture(scope="session")
+def runs(model: Path) -> DenseRuns:
+    return DenseRuns(DenseModel(model), load_workload(WORKLOAD / "roles.json", WORKLOAD / "contexts.jsonl"))
+
+
+@pytest.fixture(scope="session")
+def measured(runs: DenseRuns) -> Measured:
+    """Three edges, the first 10 anchors, the 10 test contexts."""
+    return Measured(evaluate(runs, EvaluateSettings(EDGES, anchors=10)))
+
+
+@pytest.fixture(scope="session")
+def chain(runs: DenseRuns, measured: Measured) -> list[ChainRow]:
+    """planner → solver → critic → reflector, on the same contexts (dense caches are there already)."""
+    return evaluate_chain(runs, ["planner", "solver", "critic", "reflector"], anchors=10)

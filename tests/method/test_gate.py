@@ -1,0 +1,80 @@
+"""When a prediction may be used. Too lax, answers change; too strict, nothing is saved."""
+
+import math
+
+import pytest
+import torch
+
+from lmcache_kvcmas.gate import Reason, Reliability, decide, ehat_of
+from lmcache_kvcmas.predict import LayerPrediction
+
+
+def prediction(spread_k: float, spread_v: float, tokens: int = 10) -> LayerPrediction:
+    return LayerPrediction(None, None, torch.full((tokens,), spread_k), torch.full((tokens,), spread_v), None)
+
+
+def test_ehat_is_its_formula() -> None:
+    """ê² = mean over layers >= 1 and K, V of Σ spread / Σ ‖B‖²."""
+    reliability = Reliability(3)
+    k, v = torch.ones(10, 4), 2 * torch.ones(10, 4)
+    reliability.add(0, LayerPrediction(), k, v)
+    reliability.add(1, prediction(0.4, 1.6), k, v)
+    reliability.add(2, prediction(0.8, 3.2), k, v)
+    assert math.isclose(reliability.ehat, math.sqrt((0.1 + 0.1 + 0.2 + 0.2) / 4), rel_tol=1e-6)
+
+
+def test_recomputed_rows_are_not_judged() -> None:
+    spread = torch.tensor([100.0] * 4 + [0.4] * 6)
+    reliability = Reliability(2)
+    reliability.add(1, LayerPrediction(None, None, spread, spread, None), torch.ones(10, 4), torch.ones(10, 4), start=4)
+    assert math.isclose(reliability.ehat, math.sqrt(0.1), rel_tol=1e-6)
+
+
+def test_ranks_agree_after_adding_their_sums() -> None:
+    """Each tensor-parallel rank sees its own heads: dividing before adding would give each another decision."""
+    k = torch.randn(10, 8, generator=torch.Generator().manual_seed(0))
+    spread = [torch.rand(10, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    ranks = []
+    for half in (0, 1):
+        one = Reliability(2)
+        part = k[:, 4 * half : 4 * half + 4]
+        one.add(1, LayerPrediction(None, None, spread[half], spread[half], None), part, part)
+        ranks.append(one.sums())
+    whole = Reliability(2)
+    whole.add(1, LayerPrediction(None, None, sum(spread), sum(spread), None), k, k)
+    assert math.isclose(ehat_of(ranks[0] + ranks[1]), whole.ehat, rel_tol=1e-6)
+
+
+def test_nothing_predicted_is_no_error() -> None:
+    reliability = Reliability(3)
+    for layer in range(3):
+        reliability.add(layer, LayerPrediction(), torch.ones(2, 2), torch.ones(2, 2))
+    assert reliability.ehat == 0
+
+
+@pytest.mark.parametrize(
+    ("ehat", "chain", "anchors", "reason"),
+    [
+        (0.048, 0.0, 2, Reason.ACCEPTED),
+        (0.0481, 0.0, 2, Reason.UNRELIABLE),
+        (0.01, 0.0, 1, Reason.FEW_ANCHORS),
+        (0.04, 0.0077, 10, Reason.CHAIN),
+        (0.04, 0.0075, 10, Reason.ACCEPTED),
+        (math.nan, 0.0, 10, Reason.NOT_FINITE),
+        (0.01, math.inf, 10, Reason.NOT_FINITE),
+    ],
+)
+def test_decisions(ehat: float, chain: float, anchors: int, reason: Reason) -> None:
+    """Default θ .048 for a hop and twice that for a chain (.096² = .0092); what is not a number is not trusted."""
+    decision = decide(ehat, chain, anchors=anchors)
+    assert decision.reason is reason
+    assert decision.accepted is (reason is Reason.ACCEPTED)
+
+
+def test_the_chain_adds_up() -> None:
+    """Hops that pass alone must not add up to something nobody would accept."""
+    error2, hops = 0.0, 0
+    while (decision := decide(0.04, error2, anchors=10)).accepted:
+        error2, hops = decision.chain_error2, hops + 1
+    assert hops == 5  # 5 · .04² = .008 <= .0092 < 6 · .04²
+    assert decide(0.04, error2, chain_theta=0.2, anchors=10).accepted
