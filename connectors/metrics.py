@@ -13,7 +13,7 @@ class KVCMASStats(KVConnectorStats):
     """Counts since the last time they were asked for, by name."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVCMASStats":
         return KVCMASStats(dict(Counter(self.data) + Counter(other.data)))

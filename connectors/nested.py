@@ -189,7 +189,7 @@ class NestedForward:
             positions=positions,
             is_prefilling=torch.ones(len(ranges), dtype=torch.bool),
         )
-        metadata = {}
+        metadata: dict[str, Any] = {}
         for group in self._groups:
             built = group.build_metadata(common)
             metadata |= dict.fromkeys(group.layer_names, built)

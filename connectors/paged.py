@@ -173,10 +173,9 @@ def _as_strides(table: torch.Tensor) -> tuple[tuple[tuple[int, ...], int], int] 
     for tile in (t for t in (rows, 64, 32, 16, 8) if t <= rows and rows % t == 0):
         strides = (step(0), step(1, tile), step(1), step(2), step(3))
         shape = (2, rows // tile, tile, *table.shape[2:])
-        guess = sum(
-            torch.arange(n).view([-1 if a == axis else 1 for a in range(5)]) * stride
-            for axis, (n, stride) in enumerate(zip(shape, strides, strict=True))
-        )
-        if torch.equal((guess + offset).view(table.shape), table):
+        guess = torch.full((1,) * 5, offset)
+        for axis, (n, stride) in enumerate(zip(shape, strides, strict=True)):
+            guess = guess + torch.arange(n).view([-1 if a == axis else 1 for a in range(5)]) * stride
+        if torch.equal(guess.view(table.shape), table):
             return (strides, tile), offset
     return None

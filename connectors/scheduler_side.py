@@ -115,7 +115,8 @@ class SchedulerSide:
         if known is None:
             return 0
         known.local = local
-        return max(0, min(known.offered.covered, request.num_tokens - 1) - local)
+        covered: int = min(known.offered.covered, request.num_tokens - 1)
+        return max(0, covered - local)
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
         """vLLM has blocks for the request, and wants ``external`` tokens from us."""

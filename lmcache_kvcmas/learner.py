@@ -140,8 +140,8 @@ def named(delta_k: Factors, delta_v: Factors) -> dict[str, Tensor]:
 def _yield_to_others() -> None:
     """Keep this thread from slowing down the engine's.
 
-    A lower priority where threads have one (Linux). And one torch thread: a second one would meet the engine's workers on
-    every core, and a team of threads that share their cores spends its time waiting for one another (150 times slower).
+    A lower priority where threads have one (Linux). And one torch thread: a second one would meet the engine's workers
+    on every core, and a team of threads that share their cores spends its time waiting for one another.
     """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -140,4 +140,7 @@ def test_lying_hints_cost_speed_only(llm: Engine) -> None:
     assert lie.report["reused_tokens"] == 0
     assert (lie.logits - dense(llm, prompt)).abs().max() <= BOUND
     claimed = llm.ask(prompt, 4, FORCED, hints={"agent": "solver", "capture": False})
-    assert claimed.report["exact_tokens"] < 40, "a name does not make another agent's cache one's own"
+    llm.forget_prefixes()
+    honest = llm.ask(prompt, 4, FORCED, hints={"capture": False})
+    assert claimed.report["reused_tokens"] == honest.report["reused_tokens"] > 0
+    assert (claimed.logits - honest.logits).abs().max() <= BOUND, "a name does not make another's cache one's own"
