@@ -21,8 +21,8 @@ class Load:
     block_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     """Contiguous, from the first token that vLLM does not have."""
-    tokens: tuple[int, ...]
-    """Of the prompt from the first span's start on, for what has to be computed."""
+    ranges: tuple[tuple[int, tuple[int, ...]], ...]
+    """Start and tokens of each COMPUTE span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lost: set[bytes] = field(default_factory=set)
     """Keys that no tier holds any more."""
     counts: dict[str, int] = field(default_factory=dict)
-    store_bytes: int = 0
-    """Memory that entries take on this rank, in LMCache's CPU tier."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -99,7 +97,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         counts = {
             name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in self.counts.keys() | other.counts
         }
-        return WorkerReport(outcomes, anchors, self.lost | other.lost, counts, self.store_bytes + other.store_bytes)
+        return WorkerReport(outcomes, anchors, self.lost | other.lost, counts)
 
 
 @dataclass

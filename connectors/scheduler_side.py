@@ -23,7 +23,7 @@ from lmcache_kvcmas.planner import Planner
 from lmcache_kvcmas.plans import LabelledPlan, plan_tag, shorten, without_approximation
 from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.report import hop_report
-from lmcache_kvcmas.spans import Edge
+from lmcache_kvcmas.spans import Edge, SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,10 @@ class SchedulerSide:
         if external > 0:
             start, end = known.local, known.local + external
             spans = tuple(s.clip(start, end) for s in known.offered.spans if s.start < end and s.end > start)
-            tokens = tuple(known.tokens[start:end].tolist())
+            computed = [s for s in spans if s.kind is SpanKind.COMPUTE]
+            ranges = tuple((s.start, tuple(known.tokens[s.start : s.end].tolist())) for s in computed)
             known.loading = True
-            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, tokens))
+            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, ranges))
 
     def take_work(self) -> StepWork:
         """What the workers have to do in this step."""

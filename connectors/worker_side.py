@@ -3,8 +3,11 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,27 +15,29 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from lmcache_kvcmas.anchors import AnchorPool
 from lmcache_kvcmas.config import Settings
-from lmcache_kvcmas.connectors.messages import Judged, Load, Outcome, Save, StepWork, WorkerReport
+from lmcache_kvcmas.connectors.capturer import Capturer
+from lmcache_kvcmas.connectors.messages import Judged, Load, Outcome, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.nested import NestedForward, Range
 from lmcache_kvcmas.connectors.paged import PagedCache
 from lmcache_kvcmas.edges import EdgeBook
-from lmcache_kvcmas.entries import EntryKind, TensorSpec
 from lmcache_kvcmas.gate import decide, ehat_of
-from lmcache_kvcmas.hot import HotRun, HotTier
+from lmcache_kvcmas.hot import HotTier
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.keys import KeySpace
-from lmcache_kvcmas.layout import ChunkWrite
-from lmcache_kvcmas.learner import Compress, Learn, Learner
-from lmcache_kvcmas.lessons import Stretch
+from lmcache_kvcmas.learner import Learner
 from lmcache_kvcmas.model import ModelGeometry
-from lmcache_kvcmas.sources import Source, fetch, fetch_root
+from lmcache_kvcmas.sources import fetch_all
 from lmcache_kvcmas.spans import Piece, Span, SpanKind
 from lmcache_kvcmas.store import EntryStore
 from lmcache_kvcmas.takeover import Prediction, predict, take_over
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MISSING = "missing_entry"
+_LOAD_FAILED = "load_failed"
+_NESTED_FAILED = "nested_failed"
 
 
 class WorkerSide:
@@ -54,8 +59,10 @@ class WorkerSide:
         self.learner = Learner(store, self._book, rope, settings.rank, settings.anchor_tokens, settings.hot_bytes)
         self.nested: NestedForward | None = None
         self.counts: Counter[str] = Counter()
+        self._capturer = Capturer(store, self._hot, self.learner, paged, geometry, self.counts)
         self._failed_blocks: set[int] = set()
         self._saved: set[str] = set()
+        self._told: set[str] = set()
         self._outcomes: dict[str, Outcome] = {}
         self._lost: set[bytes] = set()
 
@@ -68,21 +75,27 @@ class WorkerSide:
     def step(self, work: StepWork) -> None:
         """Captures first, so that a request may read in the same step what the one before it left."""
         for save in work.saves:
-            self._save(save)
+            self._attempt("capture_failed", partial(self._capturer.save, save), None)
+            self._saved.add(save.request)
         if not work.loads:
             return
         begun = time.perf_counter()
-        started = [self._load(load) for load in work.loads]
-        self._judge(work.loads, started)
+        started = [
+            self._attempt(_LOAD_FAILED, partial(self._load, load), _Started([], load.spans[0].start, _LOAD_FAILED))
+            for load in work.loads
+        ]
+        for load, start in zip(work.loads, started, strict=True):
+            self._outcomes[load.request] = self._judge(load, start)
         # Every rank runs the same ranges, whatever its own loads came to: the model's collectives count on it.
         ranges = [
-            Range(load.tokens[s.start - load.spans[0].start : s.end - load.spans[0].start], s.start, load.block_ids)
+            Range(tokens, start, load.block_ids)
             for load in work.loads
-            for s in load.spans
-            if s.kind is SpanKind.COMPUTE and not self._refused(load, s)
+            for start, tokens in load.ranges
+            if not self._refused(load, start)
         ]
-        if ranges and self.nested is not None:
-            self.nested.run(ranges)
+        if ranges and not self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False):
+            for load in work.loads:
+                self._outcomes[load.request] = self._failed(load, load.spans[0].start, _NESTED_FAILED, ())
         self.counts["loads"] += len(work.loads)
         self.counts["load_us"] += int(1e6 * (time.perf_counter() - begun))
 
@@ -96,13 +109,12 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """What the scheduler does not know yet; None if it knows all."""
-        self._lost.update(self.store.take_evicted())
+        self._lost.update(self.store.take_evicted(), self._capturer.take_lost())
         report = WorkerReport(self._outcomes, self._book.take_changed(), self._lost)
         self._outcomes, self._lost = {}, set()
         if not (report.outcomes or report.anchors or report.lost):
             return None
         report.counts = dict(self.counts) | {f"learner.{k}": v for k, v in self.learner.counts.items()}
-        report.store_bytes = self.store.stats().bytes_used
         return report
 
     def close(self) -> None:
@@ -114,78 +126,60 @@ class WorkerSide:
 
     def _load(self, load: Load) -> "_Started":
         """Write all spans of one load, up to the first whose cache cannot be had."""
-        predictions: list[tuple[Prediction, AnchorPool, int]] = []
-        failed_from: int | None = None
         with ExitStack() as leases:
-            for span in load.spans:
-                if span.kind is SpanKind.COMPUTE:
-                    continue
-                sources = self._fetch(span.pieces, leases)
-                if isinstance(sources, Piece):
-                    # The rest of the span still counts for what other ranks do; nothing of it is used.
-                    failed_from = sources.start
-                    break
-                slots = self._paged.slots(load.block_ids, span.start, span.end)
+            return self._write_spans(load, leases)
 
-                def write(layer: int, k: Tensor, v: Tensor, slots: Tensor = slots) -> None:
-                    self._paged.write(layer, slots, k, v)
+    def _write_spans(self, load: Load, leases: ExitStack) -> "_Started":
+        predictions: list[tuple[Prediction, AnchorPool, int]] = []
+        for span in load.spans:
+            if span.kind is SpanKind.COMPUTE:
+                continue
+            sources = fetch_all(self.store, self._hot, span.pieces, self._paged.device, leases)
+            if isinstance(sources, Piece):
+                keys = (key for key in (sources.chunk, sources.delta) if key is not None)
+                self._lost.update(key for key in keys if not self.store.contains(key))
+                return _Started(predictions, sources.start, _MISSING)
+            slots = self._paged.slots(load.block_ids, span.start, span.end)
 
-                if span.edge is None:
-                    take_over(span, sources, self._rope, self._paged.dtype, write)
-                else:
-                    predictor, pool = self._book.predictor(load.tenant, span.edge)
-                    prediction = predict(span, sources, predictor, self._rope, self._paged.dtype, write)
-                    predictions.append((prediction, pool, predictor.version))
-        return _Started(predictions, failed_from)
+            def write(layer: int, k: Tensor, v: Tensor, slots: Tensor = slots) -> None:
+                self._paged.write(layer, slots, k, v)
 
-    def _fetch(self, pieces: Sequence[Piece], leases: ExitStack) -> "list[Source] | Piece":
-        """A source for each piece, or the first piece that has none."""
-        found = []
-        for piece in pieces:
-            source = fetch(self.store, self._hot, piece, self._paged.device, leases)
-            if source is None:
-                self._lost.update(
-                    key for key in (piece.chunk, piece.delta) if key is not None and not self.store.contains(key)
-                )
-                self.counts[_MISSING] += 1
-                return piece
-            found.append(source)
-        return found
+            if span.edge is None:
+                take_over(span, sources, self._rope, self._paged.dtype, write)
+            else:
+                predictor, pool = self._book.predictor(load.tenant, span.edge)
+                prediction = predict(span, sources, predictor, self._rope, self._paged.dtype, write)
+                predictions.append((prediction, pool, predictor.version))
+        return _Started(predictions, None, None)
 
-    def _judge(self, loads: Sequence[Load], started: "Sequence[_Started]") -> None:
-        """Ask the gate about every predicted span, on the sums of all ranks, and report what is refused."""
-        for load, start in zip(loads, started, strict=True):
-            spans = [s for s in load.spans if s.edge is not None]
-            if spans:
-                self._add_up(spans, start)
-            judged: list[Judged] = []
-            failed, cause = start.failed_from, None if start.failed_from is None else _MISSING
-            for prediction, pool, version in start.predictions:
-                span = prediction.span
-                assert span.edge is not None
-                s = self._settings
-                decision = decide(
-                    ehat_of(prediction.sums),
-                    span.error2,
-                    theta=s.theta,
-                    chain_theta=s.chain_theta,
-                    anchors=len(pool) if s.predictor != "none" else s.min_anchors,
-                    min_anchors=s.min_anchors,
-                )
-                reason = decision.reason.value
-                judged.append(
-                    Judged(span.start, span.end, span.edge, decision.ehat, len(pool), decision.accepted, reason)
-                )
-                self.counts[f"gate.{reason}"] += 1
-                if not decision.accepted:
-                    if failed is None or span.start < failed:
-                        failed, cause = span.start, reason
-                    break
-                if prediction.mass is not None:
-                    pool.credit(prediction.mass, version)
-            if failed is not None:
-                self._fail(load, failed)
-            self._outcomes[load.request] = Outcome(tuple(judged), failed, cause)
+    def _judge(self, load: Load, started: "_Started") -> Outcome:
+        """Ask the gate about every predicted span, on the sums of all ranks, and report what cannot be used."""
+        predicted = [s for s in load.spans if s.edge is not None]
+        if predicted:
+            self._add_up(predicted, started)
+        s = self._settings
+        judged: list[Judged] = []
+        for prediction, pool, version in started.predictions:
+            span = prediction.span
+            assert span.edge is not None
+            decision = decide(
+                ehat_of(prediction.sums),
+                span.error2,
+                theta=s.theta,
+                chain_theta=s.chain_theta,
+                anchors=len(pool) if s.predictor != "none" else s.min_anchors,
+                min_anchors=s.min_anchors,
+            )
+            reason = decision.reason.value
+            judged.append(Judged(span.start, span.end, span.edge, decision.ehat, len(pool), decision.accepted, reason))
+            self.counts[f"gate.{reason}"] += 1
+            if not decision.accepted:
+                return self._failed(load, span.start, reason, judged)
+            if prediction.mass is not None:
+                pool.credit(prediction.mass, version)
+        if started.failed_from is not None:
+            return self._failed(load, started.failed_from, started.cause or _LOAD_FAILED, judged)
+        return Outcome(tuple(judged))
 
     def _add_up(self, spans: Sequence[Span], start: "_Started") -> None:
         """Sum the gate's terms over the tensor-parallel ranks, which have different heads of the same tokens."""
@@ -199,80 +193,40 @@ class WorkerSide:
         for total, (prediction, _, _) in zip(sums, start.predictions, strict=False):
             prediction.sums.copy_(total)
 
-    def _fail(self, load: Load, start: int) -> None:
+    def _failed(self, load: Load, start: int, cause: str, judged: Sequence[Judged]) -> Outcome:
+        """vLLM computes ``load`` from ``start`` on."""
         block = self._paged.block
-        end = load.spans[-1].end
-        self._failed_blocks.update(load.block_ids[start // block : (end - 1) // block + 1])
+        self._failed_blocks.update(load.block_ids[start // block : (load.spans[-1].end - 1) // block + 1])
+        self.counts[cause] += 1
+        return Outcome(tuple(judged), start, cause)
 
-    def _refused(self, load: Load, span: Span) -> bool:
-        """Whether ``span`` stands behind one that the gate refused, which all ranks know of alike."""
-        outcome = self._outcomes[load.request]
-        refused = [j.start for j in outcome.judged if not j.accepted]
-        return bool(refused) and span.start >= min(refused)
+    def _compute(self, ranges: Sequence[Range]) -> bool:
+        assert self.nested is not None
+        self.nested.run(ranges)
+        return True
 
-    # capturing
+    def _attempt(self, cause: str, action: Callable[[], T], otherwise: T) -> T:
+        """Nothing that goes wrong in ``action`` may end the engine: counted, logged once, and made good densely."""
+        try:
+            return action()
+        except Exception:
+            self.counts[cause] += 1
+            if cause not in self._told:
+                self._told.add(cause)
+                logger.exception("kvcmas: %s; where it happens, the engine computes densely", cause)
+            return otherwise
 
-    def _save(self, save: Save) -> None:
-        """Read what a finished request left, before its blocks are used again."""
-        runs: dict[int, HotRun] = {}
-        for index, lesson in enumerate(save.lessons):
-            needed = any(not isinstance(w, ChunkWrite) and w.lesson == index for w in save.writes)
-            if needed or save.learn:
-                runs[index] = self._read(save.block_ids, lesson.start, lesson.end)
-        for write in save.writes:
-            if isinstance(write, ChunkWrite):
-                self._save_chunk(save, write)
-                continue
-            run = runs[write.lesson]
-            rows = slice(write.start - run.position, write.end - run.position)
-            part = HotRun(run.k[:, rows], run.v[:, rows], write.start)
-            self._hot.put(write.key, part)
-            leases = ExitStack()
-            roots = [fetch_root(self.store, p, self._paged.device, leases) for p in write.bases]
-            whole = [r for r in roots if r is not None]
-            if len(whole) < len(roots) or self.store.contains(write.key):
-                leases.close()
-                continue
-            self.learner.submit(Compress(write.key, part, Stretch(whole), leases))
-        if save.learn:
-            self._learn(save, runs)
-        self._saved.add(save.request)
-        self.counts["saves"] += 1
-
-    def _save_chunk(self, save: Save, write: ChunkWrite) -> None:
-        if self.store.contains(write.key):
-            return
-        shape = TensorSpec((self._geometry.layers, write.end - write.start, self._geometry.channels), self._paged.dtype)
-        room = self.store.reserve(write.key, EntryKind.BASE, {"k": shape, "v": shape}, {"position": write.start})
-        if room is None:
-            self._lost.add(write.key)
-            self.counts["no_room"] += 1
-            return
-        self._paged.read(save.block_ids, write.start, write.end, room.tensors["k"], room.tensors["v"])
-        if not room.commit():
-            self._lost.add(write.key)
-
-    def _learn(self, save: Save, runs: dict[int, HotRun]) -> None:
-        for index, lesson in enumerate(save.lessons):
-            if lesson.edge.source == lesson.edge.destination:
-                continue
-            leases = ExitStack()
-            sources = self._fetch(lesson.pieces, leases)
-            if isinstance(sources, Piece):
-                leases.close()
-                continue
-            task = Learn(save.tenant, lesson.edge, runs[index], Stretch(sources), lesson.offset, leases)
-            self.learner.submit(task)
-
-    def _read(self, block_ids: Sequence[int], start: int, end: int) -> HotRun:
-        shape = (2, self._geometry.layers, end - start, self._geometry.channels)
-        k, v = torch.empty(shape, dtype=self._paged.dtype, device=self._paged.device)
-        self._paged.read(block_ids, start, end, k, v)
-        return HotRun(k, v, start)
+    def _refused(self, load: Load, start: int) -> bool:
+        """Whether position ``start`` stands behind a span that the gate refused, which all ranks know of alike."""
+        judged = self._outcomes[load.request].judged
+        return any(start >= j.start for j in judged if not j.accepted)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Started:
     """What one load came to, before the gate."""
 
-    def __init__(self, predictions: list[tuple[Prediction, AnchorPool, int]], failed_from: int | None) -> None:
-        self.predictions, self.failed_from = predictions, failed_from
+    predictions: list[tuple[Prediction, AnchorPool, int]]
+    """With the pool that each was made from, and the pool's version then."""
+    failed_from: int | None
+    cause: str | None

@@ -1,5 +1,6 @@
 """Pieces turned into tensors: where a stretch of a prompt finds the cache that it is made from."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -69,6 +70,19 @@ def fetch(store: EntryStore, hot: HotTier, piece: Piece, device: torch.device, l
     if any((f.layers, f.tokens, f.channels) != shape for f in parts):
         return None
     return Source(root.k, root.v, root.position, parts[0], parts[1])
+
+
+def fetch_all(
+    store: EntryStore, hot: HotTier, pieces: Sequence[Piece], device: torch.device, leases: ExitStack
+) -> list[Source] | Piece:
+    """A source for each piece, or the first piece that has none."""
+    found = []
+    for piece in pieces:
+        source = fetch(store, hot, piece, device, leases)
+        if source is None:
+            return piece
+        found.append(source)
+    return found
 
 
 def fetch_root(store: EntryStore, piece: Piece, device: torch.device, leases: ExitStack) -> Source | None:
