@@ -21,8 +21,8 @@ class Load:
     block_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     """Contiguous, from the first token that vLLM does not have."""
-    ranges: tuple[tuple[int, tuple[int, ...]], ...]
-    """Start and tokens of each COMPUTE span."""
+    tokens: tuple[tuple[int, ...], ...]
+    """Of each span that has to be computed, or may have to be; empty for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,8 @@ class Judged:
     anchors: int
     accepted: bool
     reason: str
+    computed: bool = False
+    """Refused, and computed in place instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Outcome:
 
     judged: tuple[Judged, ...] = ()
     failed_from: int | None = None
-    """First position whose cache could not be given (missing entries, or refused by the gate)."""
+    """First position whose cache could not be given: an entry is missing, or the gate refused too much to compute."""
     cause: str | None = None
 
     def joined(self, other: "Outcome") -> "Outcome":

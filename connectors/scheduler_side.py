@@ -20,10 +20,10 @@ from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.layout import lay_out
 from lmcache_kvcmas.library import Library
 from lmcache_kvcmas.planner import Planner
-from lmcache_kvcmas.plans import LabelledPlan, plan_tag, shorten, without_approximation
+from lmcache_kvcmas.plans import LabelledPlan, computed_instead, plan_tag, shorten, without_approximation
 from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.report import hop_report
-from lmcache_kvcmas.spans import Edge, SpanKind
+from lmcache_kvcmas.spans import Edge, Span, SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,16 @@ class SchedulerSide:
         if external > 0:
             start, end = known.local, known.local + external
             spans = tuple(s.clip(start, end) for s in known.offered.spans if s.start < end and s.end > start)
-            computed = [s for s in spans if s.kind is SpanKind.COMPUTE]
-            ranges = tuple((s.start, tuple(known.tokens[s.start : s.end].tolist())) for s in computed)
+            tokens = tuple(self._computable(known.tokens, s) for s in spans)
+            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, tokens))
             known.loading = True
-            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, ranges))
+
+    def _computable(self, tokens: Tokens, span: Span) -> tuple[int, ...]:
+        """The tokens of a span that is computed in place, or will be if the gate refuses it."""
+        short = self.nested and span.end - span.start <= self._settings.max_gap_tokens
+        if span.kind is SpanKind.COMPUTE or (span.kind is SpanKind.PREDICTED and short):
+            return tuple(tokens[span.start : span.end].tolist())
+        return ()
 
     def take_work(self) -> StepWork:
         """What the workers have to do in this step."""
@@ -161,11 +167,11 @@ class SchedulerSide:
     def _concluded(self, known: _Request, outcome: Outcome) -> None:
         known.loading = False
         known.outcome = outcome
-        if outcome.failed_from is None:
-            known.used = known.offered
-        else:
+        refused = {j.start for j in outcome.judged if j.computed}
+        known.used = computed_instead(known.offered, refused)
+        if outcome.failed_from is not None:
             # vLLM computes from there on; should it be preempted, it does not try again.
-            known.used = shorten(known.offered, outcome.failed_from)
+            known.used = shorten(known.used, outcome.failed_from)
             known.offered = without_approximation(known.used)
             self.counts[f"dense.{outcome.cause}"] += 1
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LESSON_BYTES = 1 << 30  # of captured runs that may wait for the learner; more than that is not learned
+
 _MISSING = "missing_entry"
 _LOAD_FAILED = "load_failed"
 _NESTED_FAILED = "nested_failed"
@@ -56,7 +58,7 @@ class WorkerSide:
             settings.max_anchors,
             paged.device,
         )
-        self.learner = Learner(store, self._book, rope, settings.rank, settings.anchor_tokens, settings.hot_bytes)
+        self.learner = Learner(store, self._book, rope, settings.rank, settings.anchor_tokens, _LESSON_BYTES)
         self.nested: NestedForward | None = None
         self.counts: Counter[str] = Counter()
         self._capturer = Capturer(store, self._hot, self.learner, paged, geometry, self.counts)
@@ -88,10 +90,10 @@ class WorkerSide:
             self._outcomes[load.request] = self._judge(load, start)
         # Every rank runs the same ranges, whatever its own loads came to: the model's collectives count on it.
         ranges = [
-            Range(tokens, start, load.block_ids)
+            Range(tokens, span.start, load.block_ids)
             for load in work.loads
-            for start, tokens in load.ranges
-            if not self._refused(load, start)
+            for span, tokens in zip(load.spans, load.tokens, strict=True)
+            if self._has_to_be_computed(load, span)
         ]
         if ranges and not self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False):
             for load in work.loads:
@@ -170,12 +172,13 @@ class WorkerSide:
                 anchors=len(pool) if s.predictor != "none" else s.min_anchors,
                 min_anchors=s.min_anchors,
             )
-            reason = decision.reason.value
-            judged.append(Judged(span.start, span.end, span.edge, decision.ehat, len(pool), decision.accepted, reason))
+            reason, accepted = decision.reason.value, decision.accepted
+            computed = not accepted and bool(load.tokens[load.spans.index(span)])
+            judged.append(Judged(span.start, span.end, span.edge, decision.ehat, len(pool), accepted, reason, computed))
             self.counts[f"gate.{reason}"] += 1
-            if not decision.accepted:
+            if not accepted and not computed:
                 return self._failed(load, span.start, reason, judged)
-            if prediction.mass is not None:
+            if accepted and prediction.mass is not None:
                 pool.credit(prediction.mass, version)
         if started.failed_from is not None:
             return self._failed(load, started.failed_from, started.cause or _LOAD_FAILED, judged)
@@ -216,10 +219,12 @@ class WorkerSide:
                 logger.exception("kvcmas: %s; where it happens, the engine computes densely", cause)
             return otherwise
 
-    def _refused(self, load: Load, start: int) -> bool:
-        """Whether position ``start`` stands behind a span that the gate refused, which all ranks know of alike."""
+    def _has_to_be_computed(self, load: Load, span: Span) -> bool:
+        """Alike on all ranks: the gate's verdicts are."""
         judged = self._outcomes[load.request].judged
-        return any(start >= j.start for j in judged if not j.accepted)
+        if any(span.start > j.start for j in judged if not (j.accepted or j.computed)):
+            return False  # stands behind what vLLM computes
+        return span.kind is SpanKind.COMPUTE or any(j.computed for j in judged if j.start == span.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

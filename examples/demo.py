@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import Answer, Engine, engine
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where demo.json and demo.png go")
     parser.add_argument("--anchors", type=int, default=10, help="contexts that each edge learns from")
-    parser.add_argument("--contexts", type=int, default=5, help="unseen contexts that are served")
+    parser.add_argument("--contexts", type=int, default=10, help="unseen contexts that are served")
     parser.add_argument("--said", type=int, default=32, help="tokens that each agent adds to the context")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each time to first token")
     arguments = parser.parse_args()
@@ -113,6 +114,7 @@ def serve(
             llm.forget_prefixes()
             to.append(llm.ask(prompt, hints=hints | {"capture": False}, salt=salt).seconds)
     dense = llm.ask(prompt, arguments.said, hints=DENSE | {"capture": False}, salt=DENSE_TENANT)
+    llm.forget_prefixes()
     shared = llm.ask(prompt, arguments.said, forced=dense.tokens)
     llm.settle()
     return dense, shared, (statistics.median(times[0]), statistics.median(times[1]))
@@ -148,19 +150,21 @@ def hop(context: str, edge: str, dense: Answer, shared: Answer, times: tuple[flo
 def report(hops: Sequence[Hop], store: int, full: int, arguments: argparse.Namespace, console: Console) -> None:
     shared, reused = sum(h.shared_tokens for h in hops), sum(h.reused_tokens for h in hops)
     rate = reused / shared if shared else 0.0
-    table = Table(title=f"{arguments.model.name}: each agent's turn, dense against shared")
-    for name in ("context", "edge", "shared", "reused", "recomp.", "dense", "gate", "ê", "TTFT ms", "KL", "top-1"):
-        table.add_column(name, justify="left" if name in ("context", "edge", "gate") else "right", no_wrap=True)
+    table = Table(
+        title=f"{arguments.model.name}: each agent's turn, dense → shared", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for name in ("", "edge", "shared", "reused", "recomp", "dense", "gate", "ê", "TTFT ms", "KL", "top1"):
+        table.add_column(name, justify="left" if name in ("", "edge", "gate") else "right", no_wrap=True)
     for h in hops:
-        taken = h.reused_tokens > 0
+        colour, gate = ("green", h.decision) if h.reused_tokens else ("yellow", h.decision)
         table.add_row(
             h.context,
-            h.edge,
+            h.edge.replace("reflector", "reflect."),
             str(h.shared_tokens),
             str(h.reused_tokens),
             str(h.recomputed_tokens),
             str(h.dense_tokens),
-            f"[green]{h.decision}" if taken else f"[yellow]{h.decision}",
+            f"[{colour}]{gate.partition(':')[0]}",
             "–" if h.ehat is None else f"{h.ehat:.3f}",
             f"{h.ttft_dense_ms:.0f}→{h.ttft_ms:.0f}",
             f"{h.kl:.4f}",

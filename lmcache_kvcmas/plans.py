@@ -1,13 +1,13 @@
 """What can be said and done about a plan once it exists: its labels, its tag, a shorter form of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import msgspec
 from blake3 import blake3
 
 from lmcache_kvcmas.records import Segment
-from lmcache_kvcmas.spans import Edge, Plan, SpanKind
+from lmcache_kvcmas.spans import Edge, Plan, Span, SpanKind
 
 APPROXIMATE = frozenset({SpanKind.OWN, SpanKind.PREDICTED})
 
@@ -28,6 +28,18 @@ def exact_spans(plan: Plan) -> int:
 def without_approximation(plan: LabelledPlan) -> LabelledPlan:
     """The plan's leading exact spans, and all of its lessons: what a request follows that its gate refused."""
     return replace(plan, spans=plan.spans[: exact_spans(plan)])
+
+
+def computed_instead(plan: LabelledPlan, refused: Set[int]) -> LabelledPlan:
+    """The plan whose predicted spans that start at one of ``refused`` were computed by the model instead.
+
+    A span of which only the rest was refused stays approximate: the engine had its beginning from somewhere else.
+    """
+    spans = tuple(
+        Span(SpanKind.COMPUTE, s.start, s.end) if s.kind is SpanKind.PREDICTED and s.start in refused else s
+        for s in plan.spans
+    )
+    return replace(plan, spans=spans)
 
 
 def shorten(plan: LabelledPlan, end: int) -> LabelledPlan:

@@ -15,6 +15,8 @@ class JudgedSpan(Protocol):
     @property
     def ehat(self) -> float: ...
     @property
+    def accepted(self) -> bool: ...
+    @property
     def reason(self) -> str: ...
 
 
@@ -30,14 +32,14 @@ class HopReport:
     reused_tokens: int
     """Of those: taken over, corrected."""
     recomputed_tokens: int
-    """Of those: heads of runs, computed by the model all the same."""
+    """Of those: computed by the model in place, as heads of runs, short parts, or because the gate refused them."""
     exact_tokens: int
     """The agent's own prefix, from the store."""
     dense_tokens: int
     """All others: prefilled by the engine, or found in its own prefix cache."""
     decision: str
     """``accepted``, ``learning`` (too few anchors), ``none`` (nothing shared), or why the gate or the store said no;
-    ``partly: …`` when it said no from some token on."""
+    ``partly: …`` when it said no to some of the tokens."""
     ehat: float | None
 
     def as_json(self) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def hop_report(
     computed = [s for s in used.spans if s.kind is SpanKind.COMPUTE]
     recomputed = sum(max(0, min(s.end, b) - max(s.start, a)) for s in computed for a, b in shared)
     exact, reused = count(SpanKind.EXACT), count(SpanKind.PREDICTED, SpanKind.OWN)
+    cause = next((j.reason for j in judged if not j.accepted), cause)
     if used.first_approximate is not None:
         decision = "accepted" if cause is None else f"partly: {cause}"
     elif planned.first_approximate is not None:

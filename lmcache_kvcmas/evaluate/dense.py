@@ -74,7 +74,8 @@ class DenseModel:
     def extend(self, past: Active | None, tokens: Sequence[int], keep: int = 1) -> tuple[Active, Tensor]:
         """Run ``tokens`` on top of ``past``: their cache alone, and fp32 logits ``[keep, V]`` of the last ``keep``."""
         start = past.tokens if past is not None else 0
-        cache, logits = self._forward([past] if past is not None else [], tokens, keep, 1)
+        cache = self._cache([past] if past is not None else [])
+        logits = self._forward(cache, start, tokens, keep, 1)
         shape = (start + len(tokens), self.geometry.channels)
         k, v = (
             torch.stack([getattr(layer, name)[0].transpose(0, 1).reshape(shape) for layer in cache.layers])
@@ -85,17 +86,34 @@ class DenseModel:
     @torch.inference_mode()
     def compare(self, pasts: Sequence[Active], tokens: Sequence[int], keep: int) -> Tensor:
         """Log-probabilities ``[B, keep, V]`` of the last ``keep`` of ``tokens``, on ``B`` pasts of one length."""
-        return torch.log_softmax(self._forward(pasts, tokens, keep, len(pasts))[1], -1)
+        return torch.log_softmax(self._forward(self._cache(pasts), pasts[0].tokens, tokens, keep, len(pasts)), -1)
 
-    def _forward(self, pasts: Sequence[Active], tokens: Sequence[int], keep: int, batch: int) -> tuple[Any, Tensor]:
+    @torch.inference_mode()
+    def greedy(self, past: Active, tokens: Sequence[int], steps: int) -> tuple[list[int], Tensor]:
+        """``steps`` greedy tokens after ``tokens`` on top of ``past``, and log-probabilities ``[steps, V]``."""
+        cache, start = self._cache([past]), past.tokens
+        chosen: list[int] = []
+        logps = []
+        for _ in range(steps):
+            logps.append(torch.log_softmax(self._forward(cache, start, tokens, 1, 1)[0, -1], -1))
+            start += len(tokens)
+            tokens = [int(logps[-1].argmax())]
+            chosen += tokens
+        return chosen, torch.stack(logps)
+
+    def _cache(self, pasts: Sequence[Active]) -> Any:
+        """Transformers' cache of a batch of equally long pasts; of none, an empty one."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
-        heads, dim = self.geometry.kv_heads, self.geometry.head_dim
-        start = pasts[0].tokens if pasts else 0
+        shape = (len(pasts), -1, self.geometry.kv_heads, self.geometry.head_dim)
         for layer in range(self.geometry.layers if pasts else 0):
             stacks = (torch.stack([x[layer] for x in xs]) for xs in zip(*pasts, strict=True))
-            cache.update(*(x.view(batch, start, heads, dim).transpose(1, 2) for x in stacks), layer)
+            cache.update(*(x.view(shape).transpose(1, 2) for x in stacks), layer)
+        return cache
+
+    def _forward(self, cache: Any, start: int, tokens: Sequence[int], keep: int, batch: int) -> Tensor:
+        """fp32 logits ``[B, keep, V]``; the cache, which holds ``start`` tokens, grows by ``tokens``."""
         out = self.model(
             input_ids=torch.tensor([list(tokens)]).expand(batch, -1),
             position_ids=torch.arange(start, start + len(tokens))[None],
@@ -103,7 +121,8 @@ class DenseModel:
             use_cache=True,
             logits_to_keep=keep,
         )
-        return cache, out.logits.float()
+        logits: Tensor = out.logits
+        return logits.float()
 
     def release(self, active: Active, start: int) -> Caches:
         """Position-free cache of rows whose first stands at position ``start``."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from ..anchors import Anchor, AnchorPool, Caches
@@ -56,15 +55,7 @@ class DenseRuns:
 
     def _answer(self, role: str, context: Context) -> Answer:
         past = self.prefix(role).then(self.run(role, context))
-        rows, logits = self.model.extend(past, self.prompt(role, context).suffix)
-        tokens, steps = [], []
-        for _ in range(ANSWER_TOKENS):
-            past = past.then(rows)
-            steps.append(torch.log_softmax(logits[-1], -1))
-            tokens.append(int(steps[-1].argmax()))
-            if len(tokens) < ANSWER_TOKENS:
-                rows, logits = self.model.extend(past, tokens[-1:])
-        return Answer(tokens, torch.stack(steps))
+        return Answer(*self.model.greedy(past, self.prompt(role, context).suffix, ANSWER_TOKENS))
 
     def free(self, role: str | None, context: Context) -> Caches:
         """Position-free cache of the run behind the role's prefix; with no role, of the run prefilled alone."""
