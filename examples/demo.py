@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from engines import Answer, Engine, engine
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -49,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="where demo.json and demo.png go")
     parser.add_argument("--anchors", type=int, default=10, help="contexts that each edge learns from")
     parser.add_argument("--contexts", type=int, default=10, help="unseen contexts that are served")
-    parser.add_argument("--said", type=int, default=32, help="tokens that each agent adds to the context")
+    parser.add_argument("--said", type=int, default=24, help="tokens that each agent adds to the context")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each time to first token")
     arguments = parser.parse_args()
     console = Console()
@@ -98,6 +97,9 @@ def run(llm: Engine, arguments: argparse.Namespace, console: Console) -> tuple[l
                 names[shared.report["agent"]] = turn.agent
                 if shared.report["shared_tokens"]:
                     hops.append(hop(name, edge(shared, names), dense, shared, times))
+                    h = hops[-1]
+                    took = f"TTFT {h.ttft_dense_ms:.0f} → {h.ttft_ms:.0f} ms"
+                    progress.console.print(f"{name} {h.edge}: {h.reused_tokens} of {h.shared_tokens} reused, {took}")
                 said.append((turn, dense.text))
                 full_tokens += len(prompt) + arguments.said - 1 - shared.report["exact_tokens"]
                 progress.advance(bar)
@@ -151,24 +153,28 @@ def report(hops: Sequence[Hop], store: int, full: int, arguments: argparse.Names
     shared, reused = sum(h.shared_tokens for h in hops), sum(h.reused_tokens for h in hops)
     rate = reused / shared if shared else 0.0
     table = Table(
-        title=f"{arguments.model.name}: each agent's turn, dense → shared", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"{arguments.model.name}: each agent's turn, dense → shared",
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     for name in ("", "edge", "shared", "reused", "recomp", "dense", "gate", "ê", "TTFT ms", "KL", "top1"):
         table.add_column(name, justify="left" if name in ("", "edge", "gate") else "right", no_wrap=True)
     for h in hops:
-        colour, gate = ("green", h.decision) if h.reused_tokens else ("yellow", h.decision)
+        gate, _, _ = h.decision.partition(":")
+        gate = "refused" if gate in ("unreliable", "chain") else gate
         table.add_row(
             h.context,
-            h.edge.replace("reflector", "reflect."),
+            h.edge.replace("planner", "plan.").replace("reflector", "refl."),
             str(h.shared_tokens),
             str(h.reused_tokens),
             str(h.recomputed_tokens),
             str(h.dense_tokens),
-            f"[{colour}]{gate.partition(':')[0]}",
-            "–" if h.ehat is None else f"{h.ehat:.3f}",
+            f"[{'green' if h.reused_tokens else 'yellow'}]{gate}",
+            "–" if h.ehat is None else f"{h.ehat:.3f}".lstrip("0"),
             f"{h.ttft_dense_ms:.0f}→{h.ttft_ms:.0f}",
-            f"{h.kl:.4f}",
-            f"{h.top1:.2f}",
+            f"{max(h.kl, 0):.4f}".lstrip("0"),
+            f"{h.top1:.2f}".lstrip("0"),
         )
     console.print(table)
     taken = [h for h in hops if h.reused_tokens]

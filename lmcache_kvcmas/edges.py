@@ -41,18 +41,20 @@ class EdgeBook:
         self._name, self._max_anchors, self._device = predictor, max_anchors, device
         self._known: OrderedDict[tuple[str, Edge], _Known] = OrderedDict()
         self._changed: dict[tuple[str, Edge], int] = {}
+        self._unprepared: set[tuple[str, Edge]] = set()
         self._lock = threading.RLock()
 
     def predictor(self, tenant: str, edge: Edge) -> tuple[Predictor, AnchorPool]:
-        """The predictor over all that is known of ``edge``, and its pool (perhaps empty)."""
+        """A predictor for ``edge``, and its pool (perhaps empty).
+
+        The predictor may not know the pool's latest anchor yet: a request does not wait for that.
+        """
         with self._lock:
             known = self._find(tenant, edge)
-            if known.predictor is None or known.predictor.version != known.pool.version:
-                known.predictor = build_predictor(self._name, known.pool, str(self._device))
-            return known.predictor, known.pool
+        return known.predictor or self._build(known), known.pool
 
     def learn(self, tenant: str, edge: Edge, anchor: Anchor) -> None:
-        """Offer an anchor to the edge's pool, store both, and have the predictor ready for the next request."""
+        """Offer an anchor to the edge's pool, and store both. Call `prepare` when there is time."""
         with self._lock:
             known = self._find(tenant, edge)
         keys = self._keys_of(tenant)
@@ -72,9 +74,21 @@ class EdgeBook:
         if names:
             listed = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
             self._put(keys.pool(edge), EntryKind.POOL, {"anchors": listed})
-        self.predictor(tenant, edge)
         with self._lock:
             self._changed[tenant, edge] = len(known.pool)
+            self._unprepared.add((tenant, edge))
+
+    def prepare(self) -> None:
+        """Build the predictors of edges that learned something, so that the next request need not."""
+        while self._unprepared:
+            with self._lock:
+                known = self._find(*self._unprepared.pop())
+            self._build(known)
+
+    def _build(self, known: _Known) -> Predictor:
+        # Not under the lock: it takes most of a second on a CPU, and requests on other edges go on meanwhile.
+        known.predictor = build_predictor(self._name, known.pool, str(self._device))
+        return known.predictor
 
     def take_changed(self) -> dict[tuple[str, Edge], int]:
         """Anchors of each edge that learned something since the last call."""

@@ -105,6 +105,8 @@ class Learner:
             try:
                 with task.leases, torch.inference_mode():
                     outcome = done[type(task)](task) if self._budget >= 0 else "dropped"
+                    if self._tasks.empty():
+                        self._book.prepare()  # once for several lessons of an edge
             except Exception:  # a lesson lost is a cache entry less; the thread has to live on
                 logger.exception("kvcmas: a lesson was lost")
                 outcome = "failed"

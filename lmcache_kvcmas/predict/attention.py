@@ -38,10 +38,15 @@ class AttentionPredictor:
         )
         self._keys = self._keys.mT.contiguous().to(device)
         self._tokens = [a.tokens for a in anchors]
+        # fp32, unlike the factors themselves: converting them for every run costs more than a short run's GEMMs.
         self._left = [
-            (_left(a.delta_k.u, a.delta_k.v).to(device), _left(a.delta_v.u, a.delta_v.v).to(device)) for a in anchors
+            torch.cat([_left(a.delta_k.u, a.delta_k.v).float(), _left(a.delta_v.u, a.delta_v.v).float(), extra], 2).to(
+                device
+            )
+            for a in anchors
+            for extra in [torch.stack([torch.ones_like(a.norm2_k), a.norm2_k, a.norm2_v], 2)]
         ]
-        self._extra = [torch.stack([torch.ones_like(a.norm2_k), a.norm2_k, a.norm2_v], 2).to(device) for a in anchors]
+        self._ranks = [(a.delta_k.u.shape[2], a.delta_v.u.shape[2]) for a in anchors]
         self._right_k = torch.cat([_right(a.delta_k.u, a.delta_k.v) for a in anchors], 1).to(device)
         self._right_v = torch.cat([_right(a.delta_v.u, a.delta_v.v) for a in anchors], 1).to(device)
         rows = _CHUNK_BYTES.get(torch.device(device).type, 64 << 20) // (4 * sum(self._tokens))
@@ -49,8 +54,7 @@ class AttentionPredictor:
 
     @property
     def nbytes(self) -> int:
-        lefts = sum(k.nbytes + v.nbytes for k, v in self._left) + sum(x.nbytes for x in self._extra)
-        return lefts + self._keys.nbytes + self._right_k.nbytes + self._right_v.nbytes
+        return sum(x.nbytes for x in (*self._left, self._keys, self._right_k, self._right_v))
 
     def bind(self, read: ReadLayer, offsets: Tensor) -> Predictor:
         return self
@@ -63,12 +67,7 @@ class AttentionPredictor:
         position = _position(offsets.to(device))
         query = torch.cat([self._basis.z(layer, k, v), position[:, None], torch.ones(tokens, 1, device=device)], 1)
         norms = query[:, :-1].square().sum(1)
-        # Stored in bf16, as the factors are; one layer at a time in fp32 costs a copy of a few hundred KiB.
-        left = [
-            torch.cat([u_k[layer].float(), u_v[layer].float(), extra[layer]], 1)
-            for (u_k, u_v), extra in zip(self._left, self._extra, strict=True)
-        ]
-        ranks = [(u_k.shape[2], u_v.shape[2]) for u_k, u_v in self._left]
+        left = [x[layer] for x in self._left]
         right_k, right_v = self._right_k[layer].float(), self._right_v[layer].float()
         delta_k, delta_v = (torch.empty(tokens, channels, device=device) for _ in range(2))
         sums = torch.empty(tokens, 2, device=device)
@@ -86,7 +85,7 @@ class AttentionPredictor:
             scale = extras[..., 0].sum(0).reciprocal_()
             mass += extras[..., 0] @ scale
             torch.mul(extras[..., 1:].sum(0), scale[:, None], out=sums[start:end])
-            coefficients = zip(mixed, ranks, strict=True)
+            coefficients = zip(mixed, self._ranks, strict=True)
             parts = [(m[:, :rk], m[:, rk : rk + rv]) for m, (rk, rv) in coefficients]
             torch.mm(torch.cat([p[0] for p in parts], 1).mul_(scale[:, None]), right_k, out=delta_k[start:end])
             torch.mm(torch.cat([p[1] for p in parts], 1).mul_(scale[:, None]), right_v, out=delta_v[start:end])
