@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="where demo.json and demo.png go")
     parser.add_argument("--anchors", type=int, default=10, help="contexts that each edge learns from")
     parser.add_argument("--contexts", type=int, default=10, help="unseen contexts that are served")
-    parser.add_argument("--said", type=int, default=24, help="tokens that each agent adds to the context")
+    parser.add_argument("--said", type=int, default=32, help="tokens that each agent adds to the context")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each time to first token")
     arguments = parser.parse_args()
     console = Console()

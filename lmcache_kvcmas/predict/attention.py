@@ -39,14 +39,10 @@ class AttentionPredictor:
         self._keys = self._keys.mT.contiguous().to(device)
         self._tokens = [a.tokens for a in anchors]
         # fp32, unlike the factors themselves: converting them for every run costs more than a short run's GEMMs.
-        self._left = [
-            torch.cat([_left(a.delta_k.u, a.delta_k.v).float(), _left(a.delta_v.u, a.delta_v.v).float(), extra], 2).to(
-                device
-            )
-            for a in anchors
-            for extra in [torch.stack([torch.ones_like(a.norm2_k), a.norm2_k, a.norm2_v], 2)]
-        ]
-        self._ranks = [(a.delta_k.u.shape[2], a.delta_v.u.shape[2]) for a in anchors]
+        lefts = [(_left(a.delta_k.u, a.delta_k.v), _left(a.delta_v.u, a.delta_v.v)) for a in anchors]
+        extras = [torch.stack([torch.ones_like(a.norm2_k), a.norm2_k, a.norm2_v], 2) for a in anchors]
+        self._left = [torch.cat([*map(Tensor.float, u), x], 2).to(device) for u, x in zip(lefts, extras, strict=True)]
+        self._ranks = [(u_k.shape[2], u_v.shape[2]) for u_k, u_v in lefts]
         self._right_k = torch.cat([_right(a.delta_k.u, a.delta_k.v) for a in anchors], 1).to(device)
         self._right_v = torch.cat([_right(a.delta_v.u, a.delta_v.v) for a in anchors], 1).to(device)
         rows = _CHUNK_BYTES.get(torch.device(device).type, 64 << 20) // (4 * sum(self._tokens))

@@ -75,13 +75,16 @@ def test_an_edge_predicts_after_two_lessons_and_better_than_rotation(llm: Engine
         assert [a.report["decision"] for a in answers] == ["accepted", "accepted"]
         assert 0 < answers[0].report["ehat"] < 0.2
         corrected, rotated = corrected + kl(dense, answers[0]), rotated + kl(dense, answers[1])
-    assert corrected < 0.8 * rotated, f"measured MEASURED; here {corrected:.4f} against {rotated:.4f}"
+    # Measured below; a correction of the wrong tokens or the wrong sign is worse than none.
+    assert corrected < 0.8 * rotated, f"{corrected:.4f} against {rotated:.4f}"
+    print(f"KL of three hops, corrected {corrected:.5f}, rotation only {rotated:.5f}")
 
 
 def test_what_the_gate_refuses_is_dense_and_a_lesson(llm: Engine) -> None:
     worker = llm.connector.worker
     text = text_of("dev", 4)
     hop(llm, text, "solver", share=False)
+    llm.forget_prefixes()
     settings = worker._settings
     worker._settings = dataclasses.replace(settings, theta=1e-6, chain_theta=1e-6)
     try:
