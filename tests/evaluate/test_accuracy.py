@@ -100,7 +100,8 @@ def test_the_head_is_what_dense_prefill_gives(runs: DenseRuns) -> None:
 def test_errors_do_not_pile_up_along_a_chain(chain: list[ChainRow]) -> None:
     """Four agents: the third hop must be far better than rotation alone, and chaining better than starting afresh.
 
-    Measured at hops 1, 2, 3 (1e-3 nats): see the figures in the architecture page.
+    Measured at hops 1, 2, 3 (1e-3 nats): uncorrected 8.5, 13.5, 23.0; chained 3.2, 2.9, 10.1 (.44 of it at hop 3);
+    context-free 10.9, 7.4, 15.1.
     """
 
     def kl(mode: str, hop: int) -> float:
