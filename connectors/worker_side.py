@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 
-from lmcache_kvcmas.anchors import AnchorPool
 from lmcache_kvcmas.config import Settings
 from lmcache_kvcmas.connectors.capturer import Capturer
 from lmcache_kvcmas.connectors.messages import Judged, Load, Outcome, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.nested import NestedForward, Range
 from lmcache_kvcmas.connectors.paged import PagedCache
-from lmcache_kvcmas.edges import EdgeBook
+from lmcache_kvcmas.edges import EdgeBook, Ready
 from lmcache_kvcmas.gate import decide, ehat_of
 from lmcache_kvcmas.hot import HotTier
 from lmcache_kvcmas.kernels.rope import RopeTable
@@ -132,7 +131,7 @@ class WorkerSide:
             return self._write_spans(load, leases)
 
     def _write_spans(self, load: Load, leases: ExitStack) -> "_Started":
-        predictions: list[tuple[Prediction, AnchorPool, int]] = []
+        predictions: list[tuple[Prediction, Ready]] = []
         for span in load.spans:
             if span.kind is SpanKind.COMPUTE:
                 continue
@@ -149,9 +148,9 @@ class WorkerSide:
             if span.edge is None:
                 take_over(span, sources, self._rope, self._paged.dtype, write)
             else:
-                predictor, pool = self._book.predictor(load.tenant, span.edge)
-                prediction = predict(span, sources, predictor, self._rope, self._paged.dtype, write)
-                predictions.append((prediction, pool, predictor.version))
+                ready = self._book.ready(load.tenant, span.edge)
+                prediction = predict(span, sources, ready.predictor, self._rope, self._paged.dtype, write)
+                predictions.append((prediction, ready))
         return _Started(predictions, None, None)
 
     def _judge(self, load: Load, started: "_Started") -> Outcome:
@@ -161,7 +160,7 @@ class WorkerSide:
             self._add_up(predicted, started)
         s = self._settings
         judged: list[Judged] = []
-        for prediction, pool, version in started.predictions:
+        for prediction, ready in started.predictions:
             span = prediction.span
             assert span.edge is not None
             decision = decide(
@@ -169,17 +168,19 @@ class WorkerSide:
                 span.error2,
                 theta=s.theta,
                 chain_theta=s.chain_theta,
-                anchors=len(pool) if s.predictor != "none" else s.min_anchors,
+                anchors=ready.anchors if s.predictor != "none" else s.min_anchors,
                 min_anchors=s.min_anchors,
             )
             reason, accepted = decision.reason.value, decision.accepted
             computed = not accepted and bool(load.tokens[load.spans.index(span)])
-            judged.append(Judged(span.start, span.end, span.edge, decision.ehat, len(pool), accepted, reason, computed))
+            judged.append(
+                Judged(span.start, span.end, span.edge, decision.ehat, ready.anchors, accepted, reason, computed)
+            )
             self.counts[f"gate.{reason}"] += 1
             if not accepted and not computed:
                 return self._failed(load, span.start, reason, judged)
             if accepted and prediction.mass is not None:
-                pool.credit(prediction.mass, version)
+                ready.pool.credit(prediction.mass, ready.predictor.version)
         if started.failed_from is not None:
             return self._failed(load, started.failed_from, started.cause or _LOAD_FAILED, judged)
         return Outcome(tuple(judged))
@@ -190,10 +191,10 @@ class WorkerSide:
         if group.world_size == 1:
             return
         sums = torch.zeros(len(spans), self._geometry.layers, 2, 2, device=self._paged.device)
-        for to, (prediction, _, _) in zip(sums, start.predictions, strict=False):
+        for to, (prediction, _) in zip(sums, start.predictions, strict=False):
             to.copy_(prediction.sums)
         sums = group.all_reduce(sums)
-        for total, (prediction, _, _) in zip(sums, start.predictions, strict=False):
+        for total, (prediction, _) in zip(sums, start.predictions, strict=False):
             prediction.sums.copy_(total)
 
     def _failed(self, load: Load, start: int, cause: str, judged: Sequence[Judged]) -> Outcome:
@@ -231,7 +232,7 @@ class WorkerSide:
 class _Started:
     """What one load came to, before the gate."""
 
-    predictions: list[tuple[Prediction, AnchorPool, int]]
-    """With the pool that each was made from, and the pool's version then."""
+    predictions: list[tuple[Prediction, Ready]]
+    """With what each was made from."""
     failed_from: int | None
     cause: str | None

@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
@@ -23,12 +24,21 @@ KeysOf = Callable[[str], KeySpace]
 _WORKING_SET = 64  # edges whose pools are kept unpacked; others are read from the store when they are used again
 
 
+class Ready(NamedTuple):
+    """A predictor, and what it was built from."""
+
+    predictor: Predictor
+    pool: AnchorPool
+    anchors: int
+    """That the predictor knows: the pool may hold newer ones. The gate must judge these."""
+
+
 @dataclass(eq=False)
 class _Known:
     pool: AnchorPool
     keys: dict[int, bytes]
     """Store key of each anchor of the pool, by the anchor's identity."""
-    predictor: Predictor | None = None
+    ready: Ready | None = None
 
 
 class EdgeBook:
@@ -44,14 +54,11 @@ class EdgeBook:
         self._unprepared: set[tuple[str, Edge]] = set()
         self._lock = threading.RLock()
 
-    def predictor(self, tenant: str, edge: Edge) -> tuple[Predictor, AnchorPool]:
-        """A predictor for ``edge``, and its pool (perhaps empty).
-
-        The predictor may not know the pool's latest anchor yet: a request does not wait for that.
-        """
+    def ready(self, tenant: str, edge: Edge) -> Ready:
+        """The predictor of ``edge``. It may not know the pool's latest anchor yet: a request does not wait for that."""
         with self._lock:
             known = self._find(tenant, edge)
-        return known.predictor or self._build(known), known.pool
+        return known.ready or self._build(known)
 
     def learn(self, tenant: str, edge: Edge, anchor: Anchor) -> None:
         """Offer an anchor to the edge's pool, and store both. Call `prepare` when there is time."""
@@ -75,23 +82,26 @@ class EdgeBook:
             listed = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
             self._put(keys.pool(edge), EntryKind.POOL, {"anchors": listed})
         with self._lock:
-            self._changed[tenant, edge] = len(known.pool)
             self._unprepared.add((tenant, edge))
 
     def prepare(self) -> None:
-        """Build the predictors of edges that learned something, so that the next request need not."""
+        """Build the predictors of edges that learned something, and make the edges known as changed."""
         while self._unprepared:
             with self._lock:
-                known = self._find(*self._unprepared.pop())
-            self._build(known)
+                name = self._unprepared.pop()
+                known = self._find(*name)
+            ready = self._build(known)
+            with self._lock:
+                self._changed[name] = ready.anchors
 
-    def _build(self, known: _Known) -> Predictor:
+    def _build(self, known: _Known) -> Ready:
         # Not under the lock: it takes most of a second on a CPU, and requests on other edges go on meanwhile.
-        known.predictor = build_predictor(self._name, known.pool, str(self._device))
-        return known.predictor
+        state = known.pool.state
+        known.ready = Ready(build_predictor(self._name, state, str(self._device)), known.pool, len(state.anchors))
+        return known.ready
 
     def take_changed(self) -> dict[tuple[str, Edge], int]:
-        """Anchors of each edge that learned something since the last call."""
+        """Anchors that each edge's predictor knows, for edges that learned something since the last call."""
         with self._lock:
             changed, self._changed = self._changed, {}
             return changed

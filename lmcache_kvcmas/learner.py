@@ -105,15 +105,22 @@ class Learner:
             try:
                 with task.leases, torch.inference_mode():
                     outcome = done[type(task)](task) if self._budget >= 0 else "dropped"
-                    if self._tasks.empty():
-                        self._book.prepare()  # once for several lessons of an edge
             except Exception:  # a lesson lost is a cache entry less; the thread has to live on
                 logger.exception("kvcmas: a lesson was lost")
                 outcome = "failed"
+            if self._tasks.empty():  # once for several lessons of an edge, whatever became of the last one
+                self._prepare()
             with self._idle:
                 self.counts[outcome] += 1
                 self._waiting -= task.nbytes
                 self._idle.notify_all()
+
+    def _prepare(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._book.prepare()
+        except Exception:
+            logger.exception("kvcmas: a predictor was not built")
 
     def _compress(self, task: Compress) -> str:
         delta_k, delta_v = delta_factors(task.run, task.roots, self._rope, self._rank)

@@ -12,7 +12,7 @@ from lmcache_kvcmas.hot import HotRun, HotTier
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.learner import Compress, Learn, Learner
-from lmcache_kvcmas.lessons import Stretch
+from lmcache_kvcmas.lessons import Stretch, anchor_of
 from lmcache_kvcmas.sources import Source, fetch
 from lmcache_kvcmas.spans import Edge, Piece
 
@@ -106,17 +106,17 @@ def test_an_edge_outlives_the_memory_of_its_pool(store: LMCacheStore, rope: Rope
     assert learner.counts == {"learned": 5}
     assert first.take_changed() == {("tenant", EDGE): 3}
     assert first.take_changed() == {}
-    predictor, pool = first.predictor("tenant", EDGE)
-    again, read = book(store).predictor("tenant", EDGE)
-    assert len(pool) == len(read) == 3
+    predictor, pool, known = first.ready("tenant", EDGE)
+    again, read, _ = book(store).ready("tenant", EDGE)
+    assert len(pool) == len(read) == known == 3
     k, v = torch.randn(2, 20, C)
     offsets = torch.arange(20)
     one, other = predictor.layer(2, k, v, offsets), again.layer(2, k, v, offsets)
     assert one.delta_k is not None
     assert other.delta_k is not None
     assert (one.delta_k - other.delta_k).abs().max() < 1e-5
-    assert len(book(store).predictor("another tenant", EDGE)[1]) == 0, "what one tenant taught, no other uses"
-    assert len(book(store).predictor("tenant", EDGE._replace(slot=1))[1]) == 0
+    assert len(book(store).ready("another tenant", EDGE).pool) == 0, "what one tenant taught, no other uses"
+    assert len(book(store).ready("tenant", EDGE._replace(slot=1)).pool) == 0
 
 
 def test_what_does_not_fit_is_dropped_and_counted(store: LMCacheStore, rope: RopeTable) -> None:
@@ -145,3 +145,23 @@ def test_a_failing_lesson_does_not_end_learning(store: LMCacheStore, rope: RopeT
     assert learner.drain(60)
     learner.close()
     assert learner.counts == {"failed": 1, "learned": 1}
+
+
+def test_the_gate_hears_of_the_anchors_that_the_predictor_knows(store: LMCacheStore, rope: RopeTable) -> None:
+    """One anchor agrees with itself (ê = 0): counting newer ones beside it would let an unjudged prediction pass."""
+    edges = book(store)
+    for seed in range(3):
+        source, run = pair(rope, 8, seed)
+        edges.learn(
+            "tenant", EDGE, anchor_of(run, Stretch([Source(source.k, source.v, source.position)]), rope, 8, 64, 0)
+        )
+        if seed == 0:
+            edges.prepare()
+            assert edges.take_changed() == {("tenant", EDGE): 1}
+    stale = edges.ready("tenant", EDGE)
+    assert len(stale.pool) == 3
+    assert stale.anchors == 1
+    assert edges.take_changed() == {}, "not announced before it can be used"
+    edges.prepare()
+    assert edges.ready("tenant", EDGE).anchors == 3
+    assert edges.take_changed() == {("tenant", EDGE): 3}
