@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from lmcache_kvcmas.library import Library
 from lmcache_kvcmas.planner import Planner
 from lmcache_kvcmas.plans import LabelledPlan, computed_instead, plan_tag, shorten, without_approximation
 from lmcache_kvcmas.records import Record
-from lmcache_kvcmas.report import hop_report
+from lmcache_kvcmas.report import PLANNED, HopReport, hop_report
 from lmcache_kvcmas.spans import Edge, Span, SpanKind
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,19 @@ class SchedulerSide:
         self._complaints: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
-        self.nested = False
+        self.set_nested(False)  # until the workers say otherwise
 
     def set_nested(self, works: bool) -> None:
         """Whether every worker can compute heads and gaps."""
-        self.nested = works and self._settings.nested
+        s = self._settings
+        self._planner = Planner(
+            min_run=s.min_run_tokens,
+            head=s.head_tokens,
+            max_gap=s.max_gap_tokens,
+            min_anchors=s.min_anchors,
+            nested=works and s.nested,
+            predictor_learns=s.predictor != "none",
+        )
 
     def arrived(self, request: Any) -> None:
         """Plan a new request, and keep its approximate blocks apart in vLLM's prefix cache."""
@@ -86,16 +94,7 @@ class SchedulerSide:
             self._complain(problem)
         tokens = np.asarray(request.prompt_token_ids, dtype=np.int32)
         tenant = _tenant(self._settings.salt, request.cache_salt)
-        s = self._settings
-        planner = Planner(
-            min_run=s.min_run_tokens,
-            head=s.head_tokens,
-            max_gap=s.max_gap_tokens,
-            min_anchors=s.min_anchors,
-            nested=self.nested,
-            predictor_learns=s.predictor != "none",
-        )
-        plan = planner.plan(
+        plan = self._planner.plan(
             tokens,
             self._library.match(tokens, tenant),
             hints,
@@ -135,7 +134,7 @@ class SchedulerSide:
 
     def _computable(self, tokens: Tokens, span: Span) -> tuple[int, ...]:
         """The tokens of a span that is computed in place, or will be if the gate refuses it."""
-        short = self.nested and span.end - span.start <= self._settings.max_gap_tokens
+        short = self._planner.nested and span.end - span.start <= self._settings.max_gap_tokens
         if span.kind is SpanKind.COMPUTE or (span.kind is SpanKind.PREDICTED and short):
             return tuple(tokens[span.start : span.end].tolist())
         return ()
@@ -150,7 +149,8 @@ class SchedulerSide:
         for request, outcome in report.outcomes.items():
             if request in self._unreported:
                 known, tokens, block_ids = self._unreported.pop(request)
-                known.outcome = outcome
+                self._concluded(known, outcome)
+                self._count(_report(known))
                 if not self._capture(request, known, tokens, block_ids):
                     self._work.saves.append(Save(request, known.tenant, (), (), (), False))  # lets go of its blocks
             elif request in self._requests:
@@ -180,22 +180,17 @@ class SchedulerSide:
         known = self._requests.pop(request.request_id, None)
         if known is None or request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
             return False, None
-        if known.loading:
-            # Finished in the very step of its load, whose report comes after this call. A load that had failed would
-            # have kept the request from finishing.
-            known.used = known.offered
-        report = hop_report(known.planned, known.used, known.outcome.judged, len(known.tokens), known.outcome.cause)
+        report = _report(known)
         answer = {"kvcmas": report.as_json()}
-        self.counts[f"decision.{report.decision}"] += 1
-        for origin in ("shared", "reused", "recomputed", "exact", "dense"):
-            self.counts[f"{TOKENS}{origin}"] += getattr(report, f"{origin}_tokens")
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not (self._settings.capture and known.hints.capture) or computed < 1:
+            self._count(report)
             return False, answer
         tokens = np.asarray(request.all_token_ids[:computed], dtype=np.int32)
         if known.loading:
             self._unreported[request.request_id] = (known, tokens, list(block_ids))
             return True, answer
+        self._count(report)
         return self._capture(request.request_id, known, tokens, block_ids), answer
 
     def _capture(self, request: str, known: _Request, tokens: Tokens, block_ids: list[int]) -> bool:
@@ -240,6 +235,11 @@ class SchedulerSide:
         self._work.saves.append(Save(request, known.tenant, tuple(block_ids), layout.writes, plan.lessons, learn))
         return True
 
+    def _count(self, report: HopReport) -> None:
+        self.counts[f"decision.{report.decision}"] += 1
+        for origin in ("shared", "reused", "recomputed", "exact", "dense"):
+            self.counts[f"{TOKENS}{origin}"] += getattr(report, f"{origin}_tokens")
+
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call."""
         new = {name: n - self._told[name] for name, n in self.counts.items() if n > self._told[name]}
@@ -273,6 +273,18 @@ def _not_eligible(request: Any) -> str | None:
     if params.prompt_logprobs is not None:
         return "prompt_logprobs"
     return None
+
+
+def _report(known: _Request) -> HopReport:
+    """What became of the request; what was planned for it, if it finished in the very step of its load.
+
+    The load's outcome comes after the response then. A load that had failed would have kept the request from finishing,
+    but the gate may have had some spans computed instead.
+    """
+    used = known.offered if known.loading else known.used
+    report = hop_report(known.planned, used, known.outcome.judged, len(known.tokens), known.outcome.cause)
+    unjudged = known.loading and any(s.kind is SpanKind.PREDICTED for s in used.spans)
+    return replace(report, decision=PLANNED) if unjudged else report
 
 
 def _tenant(server: str, client: str | None) -> str:

@@ -40,6 +40,8 @@ def main() -> None:
         max_num_batched_tokens=longest,
         lmcache={"max_local_cpu_size": 3.0},
     ) as llm:
+        with console.status("learning the edge …"):
+            learn_edge(llm)
         hops = [measure(llm, n, arguments.repeats, console) for n in arguments.shared]
         overhead = learning_overhead(llm, arguments.shared[0] // 2, arguments.repeats, console)
     result = {"dtype": arguments.dtype, "hop_ttft": hops, "learning_overhead": round(overhead, 4)}
@@ -87,8 +89,6 @@ def measure(llm: Engine, shared: int, repeats: int, console: Console) -> dict[st
     source, destination = prompts(llm, shared)
     with Progress(console=console) as progress:
         bar = progress.add_task(f"{shared} shared tokens", total=2 * repeats + 1)
-        if not llm.ask(source, hints=DENSE).report["exact_tokens"]:
-            learn_edge(llm)
         llm.ask(source, hints={"share": False})
         llm.settle()
         progress.advance(bar)

@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each time to first token")
     arguments = parser.parse_args()
     console = Console()
-    with console.status("starting vLLM (10 to 60 s) …"):
-        running = engine(arguments.model, dtype="float32")
-        llm = running.__enter__()
-    try:
+    with ExitStack() as running:
+        with console.status("starting vLLM (10 to 60 s) …"):
+            llm = running.enter_context(engine(arguments.model, dtype="float32"))
         hops, store, full = run(llm, arguments, console)
-    finally:
-        running.__exit__(None, None, None)
     report(hops, store, full, arguments, console)
 
 

@@ -20,6 +20,10 @@ class JudgedSpan(Protocol):
     def reason(self) -> str: ...
 
 
+PLANNED = "planned"
+"""Decision of a response that left before the gate had spoken: it was whole in the step of its load."""
+
+
 @dataclass(frozen=True, slots=True)
 class HopReport:
     """Tokens of one prompt, by where their cache came from. ``exact``, ``reused``, ``recomputed`` and ``dense`` add up
@@ -39,7 +43,7 @@ class HopReport:
     """All others: prefilled by the engine, or found in its own prefix cache."""
     decision: str
     """``accepted``, ``learning`` (too few anchors), ``none`` (nothing shared), or why the gate or the store said no;
-    ``partly: …`` when it said no to some of the tokens."""
+    ``partly: …`` when it said no to some of the tokens; `PLANNED` when the counts are what was planned."""
     ehat: float | None
 
     def as_json(self) -> dict[str, Any]:

@@ -102,6 +102,25 @@ def test_what_the_gate_refuses_is_dense_and_a_lesson(llm: Engine) -> None:
     assert (refused.logits - dense.logits).abs().max() <= BOUND
 
 
+def test_a_refusal_in_the_last_step_is_a_lesson_too(llm: Engine) -> None:
+    """A one-token response leaves before the gate has spoken: it must not claim reuse, nor cost the lesson."""
+    worker = llm.connector.worker
+    text = text_of("dev", 1)
+    hop(llm, text, "solver", share=False)
+    settings = worker._settings
+    worker._settings = dataclasses.replace(settings, theta=1e-6, chain_theta=1e-6)
+    try:
+        learned, counted = worker.learner.counts["learned"], llm.scheduler.counts["tokens.reused"]
+        answer = llm.ask(Roles.read().prompt(llm.llm.get_tokenizer(), "critic", text))
+        llm.settle()
+    finally:
+        worker._settings = settings
+    assert answer.report["decision"] == "planned"
+    assert worker.learner.counts["learned"] == learned + 1
+    assert llm.scheduler.counts["tokens.reused"] == counted
+    assert llm.scheduler.counts["decision.unreliable"] > 0
+
+
 def test_without_a_nested_forward_gaps_end_the_reuse(llm: Engine) -> None:
     """An engine that cannot compute heads still takes runs over, whole, if nothing has to be computed in front."""
     text = text_of("dev", 0)
