@@ -4,6 +4,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from lmcache_kvcmas.spans import Edge
 from lmcache_kvcmas.store import EntryStore
 
 _NICENESS = 10  # about a tenth of a core beside a busy engine, all of one beside an idle one
+_PREPARE_EVERY = 2.0  # seconds; a busy edge costs a predictor that often, not one a lesson
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class Learner:
 
     def _work(self) -> None:
         _yield_to_others()
+        prepared = time.monotonic()
         done: dict[type[Task], Callable[..., str]] = {Compress: self._compress, Learn: self._learn}
         while (task := self._tasks.get()) is not None:
             try:
@@ -108,8 +111,10 @@ class Learner:
             except Exception:  # a lesson lost is a cache entry less; the thread has to live on
                 logger.exception("kvcmas: a lesson was lost")
                 outcome = "failed"
-            if self._tasks.empty():  # once for several lessons of an edge, whatever became of the last one
+            # Once for several lessons of an edge, but not only when nothing waits: a busy engine always has a next one.
+            if self._tasks.empty() or time.monotonic() > prepared + _PREPARE_EVERY:
                 self._prepare()
+                prepared = time.monotonic()
             with self._idle:
                 self.counts[outcome] += 1
                 self._waiting -= task.nbytes
@@ -149,13 +154,17 @@ def named(delta_k: Factors, delta_v: Factors) -> dict[str, Tensor]:
 def _yield_to_others() -> None:
     """Keep this thread from slowing down the engine's.
 
-    A lower priority where threads have one (Linux). And one torch thread: a second one would meet the engine's workers
-    on every core, and a team of threads that share their cores spends its time waiting for one another.
+    A lower priority where threads have one (Linux), and every core of the process: vLLM's CPU worker binds its threads
+    to a core each, and this one would share that of the thread that all others wait for. And one torch thread: a second
+    one would meet the engine's workers on every core, and a team of threads that share their cores spends its time
+    waiting for one another.
     """
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        os.sched_setaffinity(0, set[int]().union(*(os.sched_getaffinity(thread) for thread in threads)))
     except (AttributeError, OSError):
-        logger.debug("kvcmas: the learner's thread keeps its priority")
+        logger.debug("kvcmas: the learner's thread keeps its priority and its core")
     # Not torch.set_num_threads: vLLM's CPU worker replaces that one by a warning. It counts for the calling thread, and
     # for threads that start later: a second thread restores what those get.
     set_threads = torch._C.set_num_threads
