@@ -5,108 +5,37 @@ found here, and said with the setting's name, the value given, and what is allow
 """
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
+from lmcache_kvcmas.codecs import CODECS
 from lmcache_kvcmas.errors import ConfigError
+from lmcache_kvcmas.rules import Bytes, Choice, Positive, Rule, Switch, Text, Whole, shown
 
 PREFIX = "kvcmas."
 
 PREDICTORS = ("attention", "paper", "mean", "none")
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-class _Whole(NamedTuple):
-    low: int
-    high: int
-
-    @property
-    def allowed(self) -> str:
-        return f"a whole number from {self.low} to {self.high}"
-
-    def parse(self, value: Any) -> int | None:
-        ok = isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high
-        return value if ok else None
-
-
-class _Positive(NamedTuple):
-    allowed: str = "a number greater than 0"
-
-    def parse(self, value: Any) -> float | None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        try:
-            number = float(value)
-        except OverflowError:
-            return None
-        return number if math.isfinite(number) and number > 0 else None
-
-
-class _Bytes(NamedTuple):
-    low: int
-    allowed: str = 'a number of bytes, such as 1073741824 or "512MiB" (B, KB, MB, GB, KiB, MiB, GiB), 1 TiB at most'
-
-    def parse(self, value: Any) -> int | None:
-        if isinstance(value, str):
-            match = _BYTES.fullmatch(value)
-            unit = _UNITS.get(match[2].upper()) if match else None
-            if match is None or unit is None:
-                return None
-            # More digits than any size has: int() of thousands of them would only cost time.
-            value = int(float(match[1]) * unit) if len(match[1]) <= 24 else None
-        ok = isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= 2**40
-        return value if ok else None
-
-
-class _Switch(NamedTuple):
-    allowed: str = "true or false"
-
-    def parse(self, value: Any) -> bool | None:
-        return value if isinstance(value, bool) else None
-
-
-class _Text(NamedTuple):
-    allowed: str = "a text of at most 256 characters (in quotes, if it looks like a number)"
-
-    def parse(self, value: Any) -> str | None:
-        return value if isinstance(value, str) and len(value) <= 256 else None
-
-
-class _Choice(NamedTuple):
-    options: tuple[str, ...]
-
-    @property
-    def allowed(self) -> str:
-        return "one of " + ", ".join(self.options)
-
-    def parse(self, value: Any) -> str | None:
-        return value if isinstance(value, str) and value in self.options else None
-
-
-_Rule = _Whole | _Positive | _Bytes | _Switch | _Text | _Choice
-
-_RULES: dict[str, _Rule] = {
-    "rank": _Whole(1, 256),
-    "head_tokens": _Whole(0, 1024),
-    "min_run_tokens": _Whole(64, 1 << 20),
-    "max_gap_tokens": _Whole(0, 1 << 20),
-    "max_anchors": _Whole(1, 64),
-    "anchor_tokens": _Whole(16, 4096),
-    "min_anchors": _Whole(1, 64),
-    "predictor": _Choice(PREDICTORS),
-    "theta": _Positive(),
-    "chain_theta": _Positive(),
-    "salt": _Text(),
-    "max_records": _Whole(1, 1 << 20),
-    "hot_bytes": _Bytes(0),
-    "learn": _Switch(),
-    "capture": _Switch(),
-    "nested": _Switch(),
+_RULES: dict[str, Rule] = {
+    "rank": Whole(1, 256),
+    "head_tokens": Whole(0, 1024),
+    "min_run_tokens": Whole(64, 1 << 20),
+    "max_gap_tokens": Whole(0, 1 << 20),
+    "max_anchors": Whole(1, 64),
+    "anchor_tokens": Whole(16, 4096),
+    "min_anchors": Whole(1, 64),
+    "predictor": Choice(PREDICTORS),
+    "theta": Positive(),
+    "chain_theta": Positive(),
+    "salt": Text(),
+    "base_codec": Choice(CODECS),
+    "max_records": Whole(1, 1 << 20),
+    "hot_bytes": Bytes(0),
+    "learn": Switch(),
+    "capture": Switch(),
+    "nested": Switch(),
 }
 
 
@@ -140,6 +69,8 @@ class Settings:
     """Largest sqrt(Σ ê²) along a chain of hops; 2·theta unless set."""
     salt: str = ""
     """Part of every key and every fingerprint: servers with different salts never share. No client can change it."""
+    base_codec: str = "raw"
+    """How full-width chunks are stored: ``raw``, ``fp8`` or ``int8``. With a lossy one, no own prefix is exact."""
     max_records: int = 4096
     """Records that the index of runs holds; beyond it the oldest is forgotten."""
     hot_bytes: int = 1 << 30
@@ -207,13 +138,8 @@ def refuse_misplaced(top_level: Mapping[Any, Any]) -> None:
 def _checked(name: str, value: Any) -> Any:
     parsed = _RULES[name].parse(value)
     if parsed is None:
-        raise ConfigError(f"{PREFIX}{name} is {_shown(value)}. Allowed: {_RULES[name].allowed}.")
+        raise ConfigError(f"{PREFIX}{name} is {shown(value)}. Allowed: {_RULES[name].allowed}.")
     return parsed
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _nearest(key: str) -> str:
@@ -224,6 +150,6 @@ def _nearest(key: str) -> str:
 
 def _unknown(key: str) -> str:
     return (
-        f"{_shown(key)} in extra_config is not a setting. Did you mean {_nearest(key)}? "
+        f"{shown(key)} in extra_config is not a setting. Did you mean {_nearest(key)}? "
         f"Allowed: {', '.join(PREFIX + name for name in _RULES)}."
     )

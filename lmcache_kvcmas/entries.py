@@ -172,9 +172,10 @@ def decode(buffer: Tensor, *, kind: EntryKind, owner: Owner, key: bytes | None =
     except msgspec.MsgspecError as error:
         raise EntryError(f"the entry's header is malformed: {error}") from error
     if header.kind is not kind or header.owner != owner or (key is not None and header.key != key):
+        # Cut: what the header says may be 64 KiB long, and goes into a log.
         raise ForeignEntryError(
-            f"the entry is {header.kind.value} {header.key.hex()} of {header.owner}, "
-            f"not {kind.value} {(key or header.key).hex()} of {owner}"
+            f"the entry is {header.kind.value} {header.key[:32].hex()} of {str(header.owner)[:200]}, "
+            f"not {kind.value} {(key or header.key)[:32].hex()} of {owner}"
         )
     places, end = places_of(header.rows, payload)
     if end != size:

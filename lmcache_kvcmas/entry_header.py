@@ -14,6 +14,8 @@ from lmcache_kvcmas.errors import EntryError
 ALIGN = 64
 MAX_DIMS = 8
 MAX_NAME = 64
+MAX_TENSORS = 256
+MAX_ELEMENTS = 1 << 40
 
 Meta = Mapping[str, int | float | str]
 
@@ -115,6 +117,8 @@ def places_of(rows: Sequence[Row], payload: int) -> tuple[tuple[Place, ...], int
     Raises:
         EntryError: a name, a dtype or a shape that no entry has.
     """
+    if len(rows) > MAX_TENSORS:
+        raise EntryError(f"the entry has {len(rows)} tensors. Allowed: at most {MAX_TENSORS}.")
     places: list[Place] = []
     seen: set[str] = set()
     end = payload
@@ -123,7 +127,8 @@ def places_of(rows: Sequence[Row], payload: int) -> tuple[tuple[Place, ...], int
             raise EntryError(f"tensor name {name[:MAX_NAME]!r} is empty, too long, or there twice")
         if dtype not in DTYPES:
             raise EntryError(f"tensor {name!r} has dtype {dtype[:MAX_NAME]!r}. Known: {', '.join(DTYPES)}.")
-        if len(shape) > MAX_DIMS or any(not 0 <= n < 1 << 40 for n in shape):
+        # Also of an empty tensor: torch multiplies all its dimensions, in 64 bits.
+        if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or math.prod(n or 1 for n in shape) > MAX_ELEMENTS:
             raise EntryError(f"tensor {name!r} has an impossible shape of {len(shape)} dimensions")
         seen.add(name)
         start = aligned(end)

@@ -1,5 +1,6 @@
 """A stack of matrices kept as low-rank factors, or whole where factors would save nothing."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,12 +61,36 @@ class Factors:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Factors":
-        """The opposite of ``tensors``. Raises EntryError when names or shapes do not fit together."""
-        if set(tensors) == {"full"} and tensors["full"].ndim == 3:
-            return cls(tensors["full"], None)
-        if set(tensors) == {"u", "v"}:
-            u, v = tensors["u"], tensors["v"]
-            if u.ndim == v.ndim == 3 and u.shape[0] == v.shape[0] and u.shape[2] == v.shape[1]:
-                return cls(u, v)
-        shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        raise EntryError(f"factors are 'full' [L, T, C], or 'u' [L, T, r] and 'v' [L, r, C]; got {shapes}")
+        """The opposite of ``tensors``.
+
+        Raises:
+            EntryError: names, shapes or dtypes do not fit together, or a product of them would not be finite.
+        """
+        factors = None
+        if all(t.ndim == 3 and t.numel() and t.dtype in _DTYPES for t in tensors.values()):
+            if set(tensors) == {"full"}:
+                factors = cls(tensors["full"], None)
+            elif set(tensors) == {"u", "v"}:
+                u, v = tensors["u"], tensors["v"]
+                if u.dtype == v.dtype and u.shape[0] == v.shape[0] and u.shape[2] == v.shape[1]:
+                    factors = cls(u, v)
+        if factors is None:
+            shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+            raise EntryError(
+                "factors are 'full' [L, T, C], or 'u' [L, T, r] and 'v' [L, r, C], "
+                f"in float32, bfloat16 or float16; got {shapes}"
+            )
+        # Bounds every sum of products; NaN fails the comparison.
+        largest = math.prod(_amax(t) for t in tensors.values()) * (1 if factors.v is None else factors.v.shape[1])
+        if not largest <= _LARGEST:
+            raise EntryError(f"factors whose product may reach {largest:.3g}. Allowed: up to {_LARGEST:.3g}.")
+        return factors
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST = torch.finfo(torch.float32).max / 2
+
+
+def _amax(x: Tensor) -> float:
+    low, high = (float(bound) for bound in x.aminmax())
+    return max(-low, high) if low == low and high == high else math.nan

@@ -8,6 +8,10 @@ from lmcache_kvcmas.entries import FORMAT, EntryKind
 from lmcache_kvcmas.spans import Edge
 
 KEY_BYTES = 32
+"""Of a key: 6 bytes that name model and tenant, 4 that name its group, 22 of the content's hash."""
+TENANT = slice(0, 6)
+GROUP = slice(6, 10)
+"""Keys of one group are worth keeping on one node of a cluster: they are read together."""
 
 _CONTEXT = "lmcache-kvcmas 2026 entry keys"
 _CHAIN = "lmcache-kvcmas 2026 token chain"
@@ -46,21 +50,26 @@ class KeySpace:
         self._hasher = blake3(derive_key_context=_CONTEXT)
         for part in (FORMAT.to_bytes(2, "little"), model.encode(), salt.encode()):
             self._hasher.update(_field(part))
+        self.tenant = self._hasher.digest(length=TENANT.stop)
 
-    def key(self, kind: EntryKind, content: bytes) -> bytes:
-        """The key of an entry of ``kind`` whose content is named by ``content`` (a hash, or any bytes)."""
+    def key(self, kind: EntryKind, content: bytes, group: bytes | None = None) -> bytes:
+        """The key of an entry of ``kind`` whose content is named by ``content`` (a hash, or any bytes).
+
+        ``group`` (4 bytes that follow from ``content``) names what the entry is read together with.
+        """
         hasher = self._hasher.copy()
         hasher.update(_field(kind.value.encode()))
         hasher.update(_field(content))
-        return hasher.digest()
+        digest = hasher.digest()
+        return self.tenant + (group or digest[GROUP]) + digest[GROUP.stop :]
 
-    def base(self, content: bytes) -> bytes:
+    def base(self, content: bytes, group: bytes | None = None) -> bytes:
         """Full-width chunk."""
-        return self.key(EntryKind.BASE, content)
+        return self.key(EntryKind.BASE, content, group)
 
-    def delta(self, content: bytes) -> bytes:
+    def delta(self, content: bytes, group: bytes | None = None) -> bytes:
         """A run's own delta on an edge."""
-        return self.key(EntryKind.DELTA, content)
+        return self.key(EntryKind.DELTA, content, group)
 
     def anchor(self, content: bytes) -> bytes:
         """One anchor of an edge."""

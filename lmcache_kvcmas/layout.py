@@ -12,10 +12,15 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
+from lmcache_kvcmas.codecs import RAW
 from lmcache_kvcmas.fingerprint import Tokens
+from lmcache_kvcmas.keys import GROUP
 from lmcache_kvcmas.plans import LabelledPlan
 from lmcache_kvcmas.records import GENERATED, Segment
 from lmcache_kvcmas.spans import Piece, SpanKind
+
+_TOGETHER = 16
+"""Chunks of one group: as many as are worth one round trip to one node of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class ChunkWrite:
     key: bytes
     start: int
     end: int
+    codec: str = RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,9 @@ def lay_out(
     ehat2: Mapping[int, float] | None = None,
     chunk_tokens: int = 256,
     min_run: int = 64,
-    base_key: Callable[[bytes], bytes],
-    delta_key: Callable[[bytes], bytes],
+    codec: str = RAW,
+    base_key: Callable[[bytes, bytes], bytes],
+    delta_key: Callable[[bytes, bytes], bytes],
 ) -> CaptureLayout:
     """Lay out the cache of one request.
 
@@ -76,8 +83,9 @@ def lay_out(
         ehat2: Index of a lesson → ê² that this hop added to it.
         chunk_tokens: Most tokens of one full-width chunk.
         min_run: A stretch of at most this many tokens is not worth a difference.
-        base_key: Content → key of a full-width chunk.
-        delta_key: Content → key of a difference.
+        codec: How full-width chunks are stored. Part of their content; with a lossy one no piece of them is exact.
+        base_key: Content and group → key of a full-width chunk.
+        delta_key: Content and group → key of a difference.
 
     Raises:
         ValueError: approximate spans were used, but there is no tag to keep their content apart from exact content.
@@ -86,7 +94,7 @@ def lay_out(
     first = plan.first_approximate if accepted else None
     if first is not None and not tag:
         raise ValueError("a plan whose approximate spans were used needs its tag")
-    writer = _Writer(tokens, computed if first is None else first, tag, chunk_tokens, base_key, delta_key)
+    writer = _Writer(tokens, computed if first is None else first, tag, chunk_tokens, codec, base_key, delta_key)
     for begin, end, lesson, pieces in _stretches(plan, accepted):
         a, b = max(begin, writer.at), min(end, computed)
         if a >= b or (lesson is not None and b - a <= min_run):
@@ -139,8 +147,9 @@ class _Writer:
         exact_until: int,
         tag: bytes,
         chunk_tokens: int,
-        base_key: Callable[[bytes], bytes],
-        delta_key: Callable[[bytes], bytes],
+        codec: str,
+        base_key: Callable[[bytes, bytes], bytes],
+        delta_key: Callable[[bytes, bytes], bytes],
     ) -> None:
         self.at = 0
         self.pieces: list[Piece] = []
@@ -150,9 +159,10 @@ class _Writer:
         self._hasher = blake3()
         self._exact_until = exact_until
         self._tag = tag
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._codec = chunk_tokens, codec
         self._base_key = base_key
         self._delta_key = delta_key
+        self._groups: dict[int, bytes] = {}
 
     def full(self, end: int) -> None:
         """Full-width chunks up to ``end``; none is exact in one half and approximate in the other."""
@@ -161,9 +171,10 @@ class _Writer:
             exact = self.at < self._exact_until
             if exact:
                 stop = min(stop, self._exact_until)
-            key = self._base_key(self._content("base", stop, None))
-            self.writes.append(ChunkWrite(key, self.at, stop))
-            self.pieces.append(Piece(self.at, stop, key, 0, exact=exact))
+            kind = "base" if self._codec == RAW else f"base {self._codec}"
+            key = self._base_key(self._content(kind, stop, None), self._group(stop))
+            self.writes.append(ChunkWrite(key, self.at, stop, self._codec))
+            self.pieces.append(Piece(self.at, stop, key, 0, exact=exact and self._codec == RAW))
             self.at = stop
 
     def reuse(self, end: int, pieces: tuple[Piece, ...]) -> None:
@@ -174,10 +185,23 @@ class _Writer:
     def difference(self, end: int, lesson: int, pieces: tuple[Piece, ...]) -> None:
         """A difference to the full-width rows of ``pieces``, whatever differences they have themselves."""
         bases = tuple(replace(p, delta=None, delta_row=0) for p in pieces)
-        key = self._delta_key(self._content("delta", end, bases))
+        key = self._delta_key(self._content("delta", end, bases), bases[0].chunk[GROUP])
         self.writes.append(DeltaWrite(key, self.at, end, lesson, bases))
         self.pieces += [Piece(p.start, p.end, p.chunk, p.row, key, p.start - self.at, exact=False) for p in bases]
         self.at = end
+
+    def _group(self, end: int) -> bytes:
+        """Names what the chunk that ends at ``end`` is read together with, by tokens in front of it or in it.
+
+        The rest of the first `_TOGETHER` chunks goes by the first two: those hold an agent's role prompt and too little
+        of its context for prompts of one agent to be all of one group.
+        """
+        window = _TOGETHER * self._chunk_tokens
+        start = (end - 1) // window * window
+        stop = start or min(end, 2 * self._chunk_tokens)
+        if stop not in self._groups:
+            self._groups[stop] = blake3(self._bytes[: 4 * stop]).digest(length=4)
+        return self._groups[stop]
 
     def _content(self, kind: str, end: int, bases: tuple[Piece, ...] | None) -> bytes:
         """Names the cache of ``[at, end)``: all tokens up to its end, and how it came about where that is not dense."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lmcache_kvcmas import codecs
 from lmcache_kvcmas.entries import EntryKind
 from lmcache_kvcmas.errors import EntryError
 from lmcache_kvcmas.factors import Factors
 from lmcache_kvcmas.hot import HotTier
 from lmcache_kvcmas.kernels.correct import release
 from lmcache_kvcmas.kernels.rope import RopeTable
+from lmcache_kvcmas.model import ModelGeometry
 from lmcache_kvcmas.spans import Piece
 from lmcache_kvcmas.store import EntryStore
 
@@ -43,14 +45,25 @@ class Source:
         return k, v
 
 
-def fetch(store: EntryStore, hot: HotTier, piece: Piece, device: torch.device, leases: ExitStack) -> Source | None:
-    """The source of ``piece``, or None if any part of it is missing. Open leases go to ``leases``."""
+def fetch(
+    store: EntryStore,
+    hot: HotTier,
+    piece: Piece,
+    device: torch.device,
+    leases: ExitStack,
+    geometry: ModelGeometry | None = None,
+) -> Source | None:
+    """The source of ``piece``, or None if any part of it is missing, or not what a cache of ``geometry`` looks like.
+
+    Open leases go to ``leases``. An entry that is whole but cannot be used is removed: it would be a miss for ever.
+    """
+    end = piece.delta_row + piece.end - piece.start
     if piece.delta is not None:
         run = hot.get(piece.delta)
-        if run is not None:
-            rows = slice(piece.delta_row, piece.delta_row + piece.end - piece.start)
+        if run is not None and piece.delta_row >= 0 and end <= run.k.shape[1]:
+            rows = slice(piece.delta_row, end)
             return Source(run.k[:, rows], run.v[:, rows], run.position + piece.delta_row)
-    root = fetch_root(store, piece, device, leases)
+    root = fetch_root(store, piece, device, leases, geometry)
     if root is None or piece.delta is None:
         return root
     lease = store.get(piece.delta, EntryKind.DELTA)
@@ -63,39 +76,53 @@ def fetch(store: EntryStore, hot: HotTier, piece: Piece, device: torch.device, l
             for x in ("k.", "v.")
         )
     except EntryError:
+        store.remove(piece.delta)
         return None
-    end = piece.delta_row + piece.end - piece.start
-    shape = (root.k.shape[0], root.tokens, root.k.shape[2])
+    shape = (root.k.shape[0], root.k.shape[2])
+    if any((f.layers, f.channels) != shape or f.tokens < end for f in (delta_k, delta_v)) or piece.delta_row < 0:
+        return None
     parts = [f.rows(piece.delta_row, end).to(device) for f in (delta_k, delta_v)]
-    if any((f.layers, f.tokens, f.channels) != shape for f in parts):
-        return None
     return Source(root.k, root.v, root.position, parts[0], parts[1])
 
 
 def fetch_all(
-    store: EntryStore, hot: HotTier, pieces: Sequence[Piece], device: torch.device, leases: ExitStack
+    store: EntryStore,
+    hot: HotTier,
+    pieces: Sequence[Piece],
+    device: torch.device,
+    leases: ExitStack,
+    geometry: ModelGeometry | None = None,
 ) -> list[Source] | Piece:
-    """A source for each piece, or the first piece that has none."""
-    found = []
+    """A source for each piece, or the first piece that has none, or one of another form than the first."""
+    found: list[Source] = []
     for piece in pieces:
-        source = fetch(store, hot, piece, device, leases)
-        if source is None:
+        source = fetch(store, hot, piece, device, leases, geometry)
+        if source is None or (found and _form(source) != _form(found[0])):
             return piece
         found.append(source)
     return found
 
 
-def fetch_root(store: EntryStore, piece: Piece, device: torch.device, leases: ExitStack) -> Source | None:
-    """The full-width rows under ``piece``, without its delta."""
+def _form(source: Source) -> tuple[int, int, torch.dtype]:
+    return source.k.shape[0], source.k.shape[2], source.k.dtype
+
+
+def fetch_root(
+    store: EntryStore, piece: Piece, device: torch.device, leases: ExitStack, geometry: ModelGeometry | None = None
+) -> Source | None:
+    """The full-width rows under ``piece``, without its delta. An exact piece has no use for a lossy chunk."""
     lease = store.get(piece.chunk, EntryKind.BASE)
     if lease is None:
         return None
     leases.enter_context(lease)
-    k, v, position = lease.tensors.get("k"), lease.tensors.get("v"), lease.meta.get("position")
-    end = piece.row + piece.end - piece.start
-    if k is None or v is None or k.shape != v.shape or k.ndim != 3 or not isinstance(position, int):
+    if piece.exact and codecs.codec_of(lease.meta) != codecs.RAW:
         return None
-    if k.shape[1] < end or position < 0:
+    try:
+        chunk = codecs.read(lease.tensors, lease.meta, piece.row, piece.row + piece.end - piece.start, device)
+    except EntryError:
+        store.remove(piece.chunk)
         return None
-    rows = slice(piece.row, end)
-    return Source(k[:, rows].to(device), v[:, rows].to(device), position + piece.row)
+    source = None if chunk is None else Source(*chunk)
+    if source is None or geometry is None:
+        return source
+    return source if _form(source) == (geometry.layers, geometry.channels, geometry.torch_dtype) else None

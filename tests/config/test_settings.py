@@ -28,6 +28,7 @@ def test_what_is_set_is_what_holds() -> None:
         "rank": 16, "head_tokens": 0, "min_run_tokens": 128, "max_gap_tokens": 0, "max_anchors": 5,
         "anchor_tokens": 64, "min_anchors": 1, "predictor": "mean", "theta": 1, "chain_theta": 0.5, "salt": "tenant",
         "max_records": 7, "hot_bytes": 12345, "learn": False, "capture": False, "nested": False,
+        "base_codec": "int8",
     }  # fmt: skip
     settings = read(**values)
     assert {name: getattr(settings, name) for name in Settings.__slots__} == values
@@ -57,6 +58,7 @@ _BAD: list[tuple[str, Any]] = [
     *[("anchor_tokens", bad) for bad in (15, 4097)],
     *[("min_anchors", bad) for bad in (0, 65)],
     *[("predictor", bad) for bad in ("Attention", "", None, 1, ["mean"])],
+    *[("base_codec", bad) for bad in ("INT8", "", None, 8)],
     *[("theta", bad) for bad in (0, -0.1, "0.05", float("nan"), float("inf"), True, None, 10**400)],
     *[("chain_theta", bad) for bad in (0, 0.0, -1)],
     *[("salt", bad) for bad in (12, None, "x" * 257)],

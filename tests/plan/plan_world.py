@@ -96,8 +96,8 @@ class World:
             accepted=accepted,
             tag=plan_tag(plan, lambda e: self.anchors[e]),
             ehat2=dict.fromkeys(range(len(plan.lessons)), ehat2),
-            base_key=lambda content: b"b" + salt.encode() + content,
-            delta_key=lambda content: b"d" + salt.encode() + content,
+            base_key=lambda content, group: b"b" + salt.encode() + content,
+            delta_key=lambda content, group: b"d" + salt.encode() + content,
         )
         for w in layout.writes:
             exact = isinstance(w, ChunkWrite) and all(p.exact for p in layout.pieces if p.chunk == w.key)

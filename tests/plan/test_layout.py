@@ -44,7 +44,7 @@ def plan():
 
 
 def lay(p, n=500, prompt=450, accepted=True, seed=1, **more):
-    options = {"base_key": lambda c: b"b" + c, "delta_key": lambda c: b"d" + c, "ehat2": {0: 0.0004}, "tag": b"t"}
+    options = {"base_key": lambda c, g: b"b" + c, "delta_key": lambda c, g: b"d" + c, "ehat2": {0: 0.0004}, "tag": b"t"}
     return lay_out(p, np.array(words(seed, n), np.int32), prompt_tokens=prompt, accepted=accepted, **(options | more))
 
 

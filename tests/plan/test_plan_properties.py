@@ -89,8 +89,8 @@ def test_every_plan_can_be_carried_out_and_kept(data):
         prompt_tokens=len(tokens),
         accepted=data.draw(st.booleans()),
         tag=plan_tag(short, lambda e: 1) or b"unused",
-        base_key=lambda c: b"b" + c,
-        delta_key=lambda c: b"d" + c,
+        base_key=lambda c, g: b"b" + c,
+        delta_key=lambda c, g: b"d" + c,
     )
     record = Record(b"new", tokens[:computed], computed, layout.pieces, layout.segments)  # raises if contradictory
     assert record.stretches(0, computed) == ([(0, computed)] if computed else [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MIB, OpenStore, holds, key, put
+from small_store import MIB, OpenStore, holds, key, put
 
 from lmcache_kvcmas.connectors.lmcache_store import LMCacheStore
 from lmcache_kvcmas.entries import EntryKind
@@ -212,7 +212,7 @@ _SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-import conftest as c
+import small_store as c
 from lmcache_kvcmas.connectors.lmcache_config import load_lmcache_config
 from lmcache_kvcmas.connectors.lmcache_open import open_store
 folder = Path(sys.argv[2])

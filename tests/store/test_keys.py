@@ -19,11 +19,11 @@ def test_keys_are_the_same_in_every_process_and_release() -> None:
     assert content.hex() == "83e471594cf8f841f8253fe01feac3acb42f4704fdb327af8acabad2559fb914"
     assert (
         KeySpace("model", "salt").base(content).hex()
-        == "974aa31eb00e67c23881e15bc45f194a50b2653d572ef214153152bf16c933c8"
+        == "1f8b8b012d8167c23881e15bc45f194a50b2653d572ef214153152bf16c933c8"
     )
     assert (
         KeySpace("model", "salt").pool(Edge("solver", "critic", 0)).hex()
-        == "ea3407e14fcfb2145827b537172f5ddcb94ab2d7e1a555c92de02403b7e43981"
+        == "1f8b8b012d81b2145827b537172f5ddcb94ab2d7e1a555c92de02403b7e43981"
     )
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from conftest import MIB, OpenStore, holds, key, put
+from small_store import MIB, OpenStore, holds, key, put
 
 from lmcache_kvcmas.connectors.lmcache_store import LMCacheStore
 from lmcache_kvcmas.entries import EntryKind, Owner, TensorSpec
@@ -158,7 +158,7 @@ def test_another_kind_or_another_models_entry_is_a_miss(open_small: OpenStore) -
     """After a change of the model, old entries under an equal key must not be attended to."""
     store = open_small()
     put(store, 1)
-    other = LMCacheStore(store._manager, Owner("model-b"), store._cpu, None)
+    other = LMCacheStore(store._manager, Owner("model-b"), store._cpu, None, None)
     assert other.get(key(1), EntryKind.BASE) is None
     assert other.stats().misses == {MissCause.FOREIGN: 1}
     put(store, 2)
@@ -171,7 +171,7 @@ def test_another_kind_or_another_models_entry_is_a_miss(open_small: OpenStore) -
 def test_ranks_keep_their_parts_apart_under_one_key(open_small: OpenStore) -> None:
     """One scheduler plans with one key; each rank must find its own heads under it."""
     store = open_small(owner=Owner("model-a", 0, 2))
-    second = LMCacheStore(store._manager, Owner("model-a", 1, 2), store._cpu, None)
+    second = LMCacheStore(store._manager, Owner("model-a", 1, 2), store._cpu, None, None)
     put(store, 1, value=10)
     assert second.get(key(1), EntryKind.BASE) is None
     put(second, 1, value=11)
