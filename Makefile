@@ -23,7 +23,9 @@ $(MODEL)/config.json: examples/smollm2.py | .venv/.ready
 demo: setup
 	$(BIN)/python examples/demo.py --model $(MODEL) --out out
 
+# The tests want a real redis-server; everything else goes without.
 test: setup
+	sh tests/install_redis.sh
 	$(BIN)/python -m pytest
 
 bench: setup

@@ -101,6 +101,19 @@ _holds(
 )
 
 
+def remote_connector() -> Any:
+    """The base class of remote connectors: looked up only where LMCache loads ours.
+
+    Raises:
+        UnsupportedEngineError: this version has it no more, or asks more of it.
+    """
+    found = _find("RemoteConnector", "lmcache.v1.storage_backend.connector.base_connector")
+    _need(found, "config", "metadata")
+    _need(found.batched_async_contains, "lookup_id", "keys", "pin")
+    _need(found.batched_get_non_blocking, "lookup_id", "keys")
+    return found
+
+
 def _hide_from_scans() -> None:
     """Make llvmlite's library wrapper, which LMCache brings in through numba, deny having attributes like ``__dict__``.
 
