@@ -9,7 +9,11 @@ import yaml
 
 from lmcache_kvcmas.config import Settings, refuse_misplaced
 from lmcache_kvcmas.connectors.lmcache_api import LMCacheEngineConfig
+from lmcache_kvcmas.connectors.redis_settings import RedisSettings
 from lmcache_kvcmas.errors import ConfigError
+
+PLUGIN = "kvcmas"
+"""Our name in LMCache's ``remote_storage_plugins``."""
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 EXTRA_VARIABLE = "LMCACHE_EXTRA_CONFIG"
@@ -21,7 +25,6 @@ _UNSUPPORTED = (
     "use_layerwise",
     "enable_async_loading",
     "remote_url",
-    "remote_storage_plugins",
     "storage_plugins",
     "gds_path",
     "maru_path",
@@ -39,6 +42,8 @@ class LMCacheConfig:
     cpu_bytes: int
     disk_bytes: int
     """0 without a disk tier."""
+    redis: RedisSettings | None
+    """None without a shared tier."""
     engine: Any
     """LMCache's own configuration object."""
 
@@ -80,8 +85,22 @@ def load_lmcache_config(path: str | None = None) -> LMCacheConfig:
         int(chunk_size),
         int(cpu_gib * 2**30),
         int(disk_gib * 2**30),
+        _redis(engine),
         engine,
     )
+
+
+def _redis(engine: Any) -> RedisSettings | None:
+    plugins = getattr(engine, "remote_storage_plugins", None) or []
+    if plugins not in ([], [PLUGIN]):
+        raise ConfigError(f"remote_storage_plugins is {plugins!r}. Allowed beside kvcmas: unset, or [{PLUGIN!r}].")
+    given = [key for key in engine.extra_config or {} if str(key).startswith(f"remote_storage_plugin.{PLUGIN}.")]
+    if given and not plugins:
+        raise ConfigError(
+            f"{given[0]} is set, but remote_storage_plugins is not. Allowed: `remote_storage_plugins: [{PLUGIN!r}]` "
+            "beside it, or neither."
+        )
+    return RedisSettings.from_extra_config(engine.extra_config) if plugins else None
 
 
 def _read(path: str) -> dict[Any, Any]:

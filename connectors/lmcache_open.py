@@ -13,6 +13,9 @@ from lmcache_kvcmas.connectors.disk_folder import DiskFolder
 from lmcache_kvcmas.connectors.lmcache_config import LMCacheConfig
 from lmcache_kvcmas.connectors.lmcache_store import LMCacheStore
 from lmcache_kvcmas.connectors.lmcache_tiers import CPUTier, DiskTier
+from lmcache_kvcmas.connectors.redis_client import RedisClient
+from lmcache_kvcmas.connectors.redis_names import Names
+from lmcache_kvcmas.connectors.redis_tier import RedisTier
 from lmcache_kvcmas.entries import Owner
 from lmcache_kvcmas.errors import ConfigError, UnsupportedEngineError
 
@@ -36,10 +39,11 @@ class StoreShape:
         return 2 * self.layers * tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def open_store(config: LMCacheConfig, owner: Owner, shape: StoreShape) -> LMCacheStore:
-    """A store with LMCache's CPU tier of ``max_local_cpu_size`` and, if configured, its disk tier.
+def open_store(config: LMCacheConfig, owner: Owner, shape: StoreShape, node: str = "") -> LMCacheStore:
+    """A store with LMCache's CPU tier of ``max_local_cpu_size`` and, if configured, its disk tier and Redis.
 
-    Allocates and clears the whole CPU budget at once (LMCache does). Each rank has a budget of its own.
+    Allocates and clears the whole CPU budget at once (LMCache does). Each rank has a budget of its own. Redis need not
+    be there yet. ``node`` is the name of this engine in the journal.
 
     Raises:
         ConfigError: the budget holds no chunk, the memory is not there, or the disk folder cannot be used.
@@ -58,6 +62,7 @@ def open_store(config: LMCacheConfig, owner: Owner, shape: StoreShape) -> LMCach
             "available. Allowed: what is available; all of it is taken at start-up."
         )
     engine = copy.copy(config.engine)
+    engine.remote_storage_plugins = None  # LMCache's remote backend would hold every entry a second time
     folder = None
     if config.disk_bytes:
         folder = _open_folder(config)
@@ -71,12 +76,23 @@ def open_store(config: LMCacheConfig, owner: Owner, shape: StoreShape) -> LMCach
         if folder:
             folder.close()
         raise
-    store = LMCacheStore(manager, owner, cpu, disk)
+    store = LMCacheStore(manager, owner, cpu, disk, _open_shared(config, owner, node))
     failed = store.prove()
     if failed:
         store.close()
         raise UnsupportedEngineError(f"LMCache {lm.installed_version()}'s CPU tier failed to {failed}")
     return store
+
+
+def _open_shared(config: LMCacheConfig, owner: Owner, node: str) -> RedisTier | None:
+    if config.redis is None:
+        return None
+    redis = config.redis
+    names = Names(redis.prefix, owner, config.settings.salt)
+    tier = RedisTier(RedisClient(redis), names, node, redis.max_inflight_bytes, config.settings.max_records)
+    if redis.max_bytes and owner.tp_rank == 0:
+        tier.keep_below(redis.max_bytes)
+    return tier
 
 
 def _open_folder(config: LMCacheConfig) -> DiskFolder:

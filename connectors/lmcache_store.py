@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from lmcache_kvcmas.connectors.lmcache_handles import LMCacheLease, LMCacheReser
 from lmcache_kvcmas.connectors.lmcache_tiers import CPUTier, DiskTier
 from lmcache_kvcmas.entries import EntryKind, ForeignEntryError, Meta, Owner, TensorSpec, decode, lay_out
 from lmcache_kvcmas.errors import EntryError
-from lmcache_kvcmas.store import MissCause, StoreStats
+from lmcache_kvcmas.manifest import Needed, to_tensors
+from lmcache_kvcmas.records import Record
+from lmcache_kvcmas.shared import SharedTier
+from lmcache_kvcmas.store import MissCause, NotHad, StoreStats
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,8 +34,10 @@ _FLUSH_SECONDS = 3.0
 class LMCacheStore:
     """See ``store.EntryStore``. Opened by ``lmcache_open.open_store``."""
 
-    def __init__(self, manager: Any, owner: Owner, cpu: CPUTier, disk: DiskTier | None) -> None:
-        self._manager, self._owner, self._cpu, self._disk = manager, owner, cpu, disk
+    def __init__(
+        self, manager: Any, owner: Owner, cpu: CPUTier, disk: DiskTier | None, shared: SharedTier | None
+    ) -> None:
+        self._manager, self._owner, self._cpu, self._disk, self._shared = manager, owner, cpu, disk, shared
         self._lock = threading.Lock()
         self._misses: Counter[MissCause] = Counter()
         self._hits = self._stored = self._refused = self._open = 0
@@ -56,14 +61,17 @@ class LMCacheStore:
                 self._open -= 1
             return None
         return LMCacheReservation(
-            layout, obj, commit=lambda sealed: self._commit(self._name(key), kind, sealed), release=self._release
+            layout,
+            obj,
+            commit=lambda sealed: self._commit(Needed(key, kind), sealed, layout.size),
+            release=self._release,
         )
 
     def get(self, key: bytes, kind: EntryKind) -> LMCacheLease | None:
         if not self._enter():
             return None
         try:
-            obj = self._fetch(self._name(key))
+            obj = self._fetch(self._name(key), kind)
         except Exception as error:  # whatever a tier raises is a miss
             return self._missed(MissCause.FAILED, error)
         if obj is None:
@@ -74,10 +82,77 @@ class LMCacheStore:
             obj.ref_count_down()
             # What answers to this key wrongly would do so for ever: puts do not replace.
             self._drop(self._name(key))
+            if self._shared:
+                self._shared.remove(Needed(key, kind))
             return self._missed(MissCause.FOREIGN if isinstance(error, ForeignEntryError) else MissCause.DAMAGED, error)
         with self._lock:
             self._hits += 1
         return LMCacheLease(entry, obj, release=self._release)
+
+    @property
+    def shared(self) -> SharedTier | None:
+        return self._shared
+
+    def prefetch(self, wanted: Sequence[Needed]) -> NotHad:
+        absent = tuple(w for w in wanted if not self._holds(self._name(w.key)))
+        if not absent or self._shared is None or not self._enter():
+            return NotHad(gone=absent)
+        read: dict[int, tuple[Any, int]] = {}
+        refused: set[int] = set()
+
+        def allocate(index: int, size: int) -> memoryview | None:
+            obj = self._cpu.allocate(torch.Size([size]), torch.uint8, lm.MemoryFormat.HS_TD) if size else None
+            if obj is None:
+                refused.add(index)
+                return None
+            read[index] = obj, size
+            return _view(obj, size)
+
+        there = self._shared.read(absent, allocate)
+        gone, unreachable = [], []
+        for index, entry in enumerate(absent):
+            if there is None or (index in refused and not there[index]):
+                unreachable.append(entry)
+            elif not (there[index] and index in read and self._accept(entry, *read[index])):
+                gone.append(entry)
+        for obj, _ in read.values():
+            obj.ref_count_down()
+        with self._lock:
+            self._open -= 1
+        return NotHad(tuple(gone), tuple(unreachable))
+
+    def _accept(self, entry: Needed, obj: Any, size: int) -> bool:
+        """Put what was read into memory, if it is what it should be."""
+        try:
+            decode(obj.raw_data[:size], kind=entry.kind, owner=self._owner, key=entry.key)
+        except EntryError as error:
+            assert self._shared is not None
+            self._shared.remove(entry)
+            self._count_miss(MissCause.FOREIGN if isinstance(error, ForeignEntryError) else MissCause.DAMAGED, error)
+            return False
+        name = self._name(entry.key)
+        self._cpu.put(name, obj, entry.kind)
+        return self._cpu.contains(name)
+
+    def share(self, entry: Needed) -> bool:
+        obj = self._cpu.get(self._name(entry.key)) if self._shared and not self._closed else None
+        if obj is None:
+            return False
+        self._share(entry, obj, obj.get_size())
+        obj.ref_count_down()
+        return True
+
+    def publish(self, record: Record) -> None:
+        if self._shared is None:
+            return
+        tensors, meta = to_tensors(record)
+        owner = Owner(self._owner.model)
+        layout = lay_out(EntryKind.RECORD, record.id, owner, {n: TensorSpec.of(t) for n, t in tensors.items()}, meta)
+        buffer = torch.empty(layout.size, dtype=torch.uint8)
+        for name, view in layout.views(buffer).items():
+            view.copy_(tensors[name])
+        layout.seal(buffer)
+        self._shared.publish(record, buffer.numpy().data)
 
     def contains(self, key: bytes) -> bool:
         return not self._closed and self._holds(self._name(key))
@@ -123,6 +198,7 @@ class LMCacheStore:
                 refused=self._refused,
                 evictions=self._cpu.tap.count - self._removed,
                 disk_failures=disk.failures if disk else 0,
+                shared=dict(self._shared.counts) if self._shared else {},
             )
 
     def flush(self, timeout: float) -> bool:
@@ -131,7 +207,7 @@ class LMCacheStore:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.005)
-        return True
+        return self._shared is None or self._shared.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         with self._lock:
@@ -140,6 +216,8 @@ class LMCacheStore:
             self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         self.flush(_FLUSH_SECONDS)
+        if self._shared:
+            self._shared.close()
         # LMCache closes its CPU tier first, and with it frees memory that the disk tier may still be writing from.
         closing = threading.Thread(target=self._close_tiers, name="kvcmas-close", daemon=True)
         closing.start()
@@ -171,17 +249,20 @@ class LMCacheStore:
 
     # --- for the reservations and leases above ---
 
-    def _commit(self, name: Any, kind: EntryKind, obj: Any) -> bool:
+    def _commit(self, entry: Needed, obj: Any, size: int) -> bool:
         """Puts a sealed entry into every tier; a tier that fails costs that tier only."""
+        name, kind = self._name(entry.key), entry.kind
         held = False
         try:
             if kind is EntryKind.POOL:
                 self._drop(name)
-            self._cpu.put(name, obj)
+            self._cpu.put(name, obj, kind)
             held = self._cpu.contains(name)
             # A write to disk cannot be recalled, so what may change under its key stays in memory.
             if self._disk and kind is not EntryKind.POOL:
                 self._disk.put(name, obj)
+            if self._shared and kind is not EntryKind.POOL:
+                self._share(entry, obj, size)
         except Exception:
             _LOG.exception("an entry could not be stored")
         self._release(obj)
@@ -189,6 +270,14 @@ class LMCacheStore:
             self._stored += held
             self._refused += not held
         return held
+
+    def _share(self, entry: Needed, obj: Any, size: int) -> None:
+        """Queue an entry for the shared tier; its memory stays as it is until it is written."""
+        assert self._shared is not None
+        obj.ref_count_up()
+        with self._lock:
+            self._open += 1
+        self._shared.put(entry, _view(obj, size), lambda: self._release(obj))
 
     def _release(self, obj: Any) -> None:
         obj.ref_count_down()
@@ -203,12 +292,12 @@ class LMCacheStore:
             "kvcmas", self._owner.tp_size, self._owner.tp_rank, int.from_bytes(key, "big"), torch.uint8
         )
 
-    def _fetch(self, name: Any) -> Any:
+    def _fetch(self, name: Any, kind: EntryKind) -> Any:
         obj = self._cpu.get(name)
         if obj is None and self._disk:
             obj = self._disk.get(name)
             if obj is not None:
-                self._cpu.put(name, obj)
+                self._cpu.put(name, obj, kind)
         return obj
 
     def _holds(self, name: Any) -> bool:
@@ -230,11 +319,15 @@ class LMCacheStore:
     def _missed(self, cause: MissCause, error: Exception | None) -> LMCacheLease | None:
         with self._lock:
             self._open -= 1
+        self._count_miss(cause, error)
+        return None
+
+    def _count_miss(self, cause: MissCause, error: Exception | None) -> None:
+        with self._lock:
             self._misses[cause] += 1
             first = self._misses[cause] == 1
         if first and error is not None:
             _LOG.warning("an entry was a miss (%s; further ones are only counted): %s", cause.value, error)
-        return None
 
     def _close_tiers(self) -> None:
         for name in [name for name in self._manager.list_backends() if name != "LocalCPUBackend"]:
@@ -247,3 +340,8 @@ class LMCacheStore:
         self._manager.close()
         if self._disk:
             self._disk.folder.close()
+
+
+def _view(obj: Any, size: int) -> memoryview:
+    """The first ``size`` bytes of a memory object."""
+    return obj.raw_data[:size].numpy().data  # type: ignore[no-any-return]

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_kvcmas.connectors.disk_folder import DiskFolder
+from lmcache_kvcmas.connectors.eviction import EntryPolicy
 from lmcache_kvcmas.connectors.lmcache_api import OpType
+from lmcache_kvcmas.entries import EntryKind
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class CPUTier:
         # Other tiers allocate here too, with LMCache's default: to wait, without an end, for memory to come free.
         self._allocate = backend.allocate
         backend.allocate = self.allocate
+        self._policy = EntryPolicy()
+        backend.cache_policy = self._policy  # while it holds nothing
 
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = False
@@ -69,7 +73,9 @@ class CPUTier:
             idle: int = sum(obj.get_physical_size() for obj in self._backend.hot_cache.values() if obj.can_evict)
         return self.budget - self.used() + idle
 
-    def put(self, name: Any, obj: Any) -> None:
+    def put(self, name: Any, obj: Any, kind: EntryKind) -> None:
+        with self._backend.cpu_lock:
+            self._policy.expect(name, kind)
         self._backend.batched_submit_put_task([name], [obj])
 
     def get(self, name: Any) -> Any:
@@ -78,7 +84,7 @@ class CPUTier:
         if obj is not None:
             with self._backend.cpu_lock:
                 if name in self._backend.hot_cache:
-                    self._backend.cache_policy.update_on_hit(name, self._backend.hot_cache)
+                    self._policy.update_on_hit(name, self._backend.hot_cache)
         return obj
 
     def contains(self, name: Any) -> bool:

@@ -9,6 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_kvcmas.layout import Write
+from lmcache_kvcmas.manifest import Needed
+from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.spans import Edge, Lesson, Span
 
 
@@ -36,6 +38,16 @@ class Save:
     lessons: tuple[Lesson, ...]
     learn: bool
     """Everything was computed densely: the lessons' differences are true, and go to the pools."""
+    record: Record | None = None
+    """For other nodes; None if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring a request's entries from the shared tier, before it is scheduled."""
+
+    request: str
+    wanted: tuple[Needed, ...]
 
 
 @dataclass
@@ -44,6 +56,7 @@ class StepWork(KVConnectorMetadata):
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +90,21 @@ class Outcome:
         return Outcome(self.judged, worst.failed_from, worst.cause)
 
 
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """What became of a prefetch."""
+
+    gone: frozenset[bytes] = frozenset()
+    """Keys that no tier holds."""
+    unreachable: frozenset[bytes] = frozenset()
+    """Keys that could not be had now."""
+    ranks: int = 1
+    """That have spoken."""
+
+    def joined(self, other: "Prefetched") -> "Prefetched":
+        return Prefetched(self.gone | other.gone, self.unreachable | other.unreachable, self.ranks + other.ranks)
+
+
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """Workers → scheduler, each step in which there is something to say."""
@@ -85,7 +113,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     anchors: dict[tuple[str, Edge], int] = field(default_factory=dict)
     """Anchors of the edges, by tenant, that learned something."""
     lost: set[bytes] = field(default_factory=set)
-    """Keys that no tier holds any more."""
+    """Keys that this node's tiers hold no more."""
+    prefetched: dict[str, "Prefetched"] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
@@ -96,10 +125,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         anchors = dict(self.anchors)
         for edge, count in other.anchors.items():
             anchors[edge] = min(count, anchors.get(edge, count))
+        prefetched = dict(self.prefetched)
+        for request, part in other.prefetched.items():
+            prefetched[request] = prefetched[request].joined(part) if request in prefetched else part
         counts = {
             name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in self.counts.keys() | other.counts
         }
-        return WorkerReport(outcomes, anchors, self.lost | other.lost, counts)
+        return WorkerReport(outcomes, anchors, self.lost | other.lost, prefetched, counts)
 
 
 @dataclass

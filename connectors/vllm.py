@@ -23,13 +23,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from lmcache_kvcmas.connectors.engine import check_rope, describe
+from lmcache_kvcmas.connectors.journal import Journal
 from lmcache_kvcmas.connectors.lmcache_config import load_lmcache_config
 from lmcache_kvcmas.connectors.lmcache_open import StoreShape, open_store
 from lmcache_kvcmas.connectors.messages import Handshake, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.metrics import KVCMASPromMetrics, KVCMASStats
 from lmcache_kvcmas.connectors.nested import NestedForward, current_runner, expose_runner
 from lmcache_kvcmas.connectors.paged import PagedCache
-from lmcache_kvcmas.connectors.scheduler_side import SchedulerSide
+from lmcache_kvcmas.connectors.redis_client import RedisClient
+from lmcache_kvcmas.connectors.redis_names import Names
+from lmcache_kvcmas.connectors.scheduler_side import Neighbours, SchedulerSide
 from lmcache_kvcmas.connectors.worker_side import WorkerSide
 from lmcache_kvcmas.entries import Owner
 from lmcache_kvcmas.errors import UnsupportedEngineError
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvcmas")
+
+_PATIENCE = 4  # time-outs of the shared tier: connecting, waiting behind another batch, reading, and one to spare
+_START_SECONDS = 5.0  # for what other nodes left before this engine started
 
 
 class KVCMASConnector(KVConnectorBase_V1):
@@ -57,6 +63,8 @@ class KVCMASConnector(KVConnectorBase_V1):
         self._lmcache = load_lmcache_config()
         self.geometry = describe(vllm_config, kv_cache_config)
         self._block: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._node = str(self._kv_transfer_config.engine_id)
+        self._journal: Journal | None = None
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
@@ -67,7 +75,15 @@ class KVCMASConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             logger.info("kvcmas sets kv_load_failure_policy to recompute: what cannot be given is prefilled")
         settings = self._lmcache.settings
-        self.scheduler = SchedulerSide(settings, self._lmcache.chunk_size, self.geometry.fingerprint, self._block)
+        fingerprint, redis = self.geometry.fingerprint, self._lmcache.redis
+        neighbours = None
+        if redis is not None:
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            # Rank 0's names: the journal is one for all ranks, and records have none.
+            names = Names(redis.prefix, Owner(fingerprint, 0, ranks), settings.salt)
+            journal = Journal(RedisClient(redis), names, self._node, settings.max_records)
+            neighbours = Neighbours(journal, ranks, _PATIENCE * redis.timeout_ms / 1000)
+        self.scheduler = SchedulerSide(settings, self._lmcache.chunk_size, fingerprint, self._block, neighbours)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -92,8 +108,19 @@ class KVCMASConnector(KVConnectorBase_V1):
         shape = StoreShape(
             geometry.layers, geometry.kv_heads, geometry.head_dim, paged.dtype, group.local_rank, group.world_size
         )
-        store = open_store(self._lmcache, owner, shape)
+        store = open_store(self._lmcache, owner, shape, self._node)
         self.worker = WorkerSide(self._lmcache.settings, geometry, store, paged, rope)
+        redis = self._lmcache.redis
+        if redis is not None:
+            names = Names(redis.prefix, owner, self._lmcache.settings.salt)
+            self._journal = Journal(
+                RedisClient(redis),
+                names,
+                self._node,
+                self._lmcache.settings.max_records,
+                records=False,
+                told=self.worker.hear,
+            )
         if self._lmcache.settings.nested:
             try:
                 self.worker.use_nested(NestedForward(runner, config))
@@ -131,8 +158,12 @@ class KVCMASConnector(KVConnectorBase_V1):
         return self.worker.take_report()
 
     def shutdown(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
         if self.worker is not None:
             self.worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
 
     # scheduler
 
@@ -140,6 +171,7 @@ class KVCMASConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         told = [m.nested for m in metadata.values() if isinstance(m, Handshake)]
         self.scheduler.set_nested(bool(told) and all(told))
+        self.scheduler.catch_up(_START_SECONDS)
 
     def on_new_request(self, request: "Request") -> None:
         assert self.scheduler is not None

@@ -1,6 +1,7 @@
 """The connector's half in vLLM's workers: fetch, correct, compute, capture. One per tensor-parallel rank."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,13 +19,15 @@ from lmcache_kvcmas.connectors.capturer import Capturer
 from lmcache_kvcmas.connectors.messages import Judged, Load, Outcome, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.nested import NestedForward, Range
 from lmcache_kvcmas.connectors.paged import PagedCache
+from lmcache_kvcmas.connectors.prefetcher import Prefetcher
 from lmcache_kvcmas.edges import EdgeBook, Ready
 from lmcache_kvcmas.gate import decide, ehat_of
 from lmcache_kvcmas.hot import HotTier
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.keys import KeySpace
-from lmcache_kvcmas.learner import Learner
+from lmcache_kvcmas.learner import Learner, Refresh
 from lmcache_kvcmas.model import ModelGeometry
+from lmcache_kvcmas.shared import News, PoolNews
 from lmcache_kvcmas.sources import fetch_all
 from lmcache_kvcmas.spans import Piece, Span, SpanKind
 from lmcache_kvcmas.store import EntryStore
@@ -61,6 +64,7 @@ class WorkerSide:
         self.nested: NestedForward | None = None
         self.counts: Counter[str] = Counter()
         self._capturer = Capturer(store, self._hot, self.learner, paged, geometry, self.counts)
+        self._prefetcher = Prefetcher(store) if store.shared is not None else None
         self._failed_blocks: set[int] = set()
         self._saved: set[str] = set()
         self._told: set[str] = set()
@@ -75,6 +79,9 @@ class WorkerSide:
     @torch.inference_mode()
     def step(self, work: StepWork) -> None:
         """Captures first, so that a request may read in the same step what the one before it left."""
+        for prefetch in work.prefetches:
+            if self._prefetcher is not None:
+                self._prefetcher.submit(prefetch)
         for save in work.saves:
             self._attempt("capture_failed", partial(self._capturer.save, save), None)
             self._saved.add(save.request)
@@ -111,15 +118,25 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """What the scheduler does not know yet; None if it knows all."""
         self._lost.update(self.store.take_evicted(), self._capturer.take_lost())
-        report = WorkerReport(self._outcomes, self._book.take_changed(), self._lost)
+        prefetched = self._prefetcher.take() if self._prefetcher is not None else {}
+        report = WorkerReport(self._outcomes, self._book.take_changed(), self._lost, prefetched)
         self._outcomes, self._lost = {}, set()
-        if not (report.outcomes or report.anchors or report.lost):
+        if not (report.outcomes or report.anchors or report.lost or report.prefetched):
             return None
         report.counts = dict(self.counts) | {f"learner.{k}": v for k, v in self.learner.counts.items()}
+        if self.store.shared is not None:
+            report.counts |= {f"shared.{k}": v for k, v in self.store.shared.counts.items()}
         return report
+
+    def hear(self, news: News) -> None:
+        """What other nodes did. May be called from any thread."""
+        if isinstance(news, PoolNews):
+            self.learner.submit(Refresh(news.tenant, news.edge))
 
     def close(self) -> None:
         self.learner.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._hot.clear()
         self.store.close()
 
@@ -135,7 +152,7 @@ class WorkerSide:
         for span in load.spans:
             if span.kind is SpanKind.COMPUTE:
                 continue
-            sources = fetch_all(self.store, self._hot, span.pieces, self._paged.device, leases)
+            sources = fetch_all(self.store, self._hot, span.pieces, self._paged.device, leases, self._geometry)
             if isinstance(sources, Piece):
                 keys = (key for key in (sources.chunk, sources.delta) if key is not None)
                 self._lost.update(key for key in keys if not self.store.contains(key))
@@ -157,7 +174,7 @@ class WorkerSide:
         """Ask the gate about every predicted span, on the sums of all ranks, and report what cannot be used."""
         predicted = [s for s in load.spans if s.edge is not None]
         if predicted:
-            self._add_up(predicted, started)
+            started = self._agree(predicted, started)
         s = self._settings
         judged: list[Judged] = []
         for prediction, ready in started.predictions:
@@ -180,22 +197,34 @@ class WorkerSide:
             if not accepted and not computed:
                 return self._failed(load, span.start, reason, judged)
             if accepted and prediction.mass is not None:
-                ready.pool.credit(prediction.mass, ready.predictor.version)
+                self._book.credit(ready, prediction.mass)
         if started.failed_from is not None:
             return self._failed(load, started.failed_from, started.cause or _LOAD_FAILED, judged)
         return Outcome(tuple(judged))
 
-    def _add_up(self, spans: Sequence[Span], start: "_Started") -> None:
-        """Sum the gate's terms over the tensor-parallel ranks, which have different heads of the same tokens."""
+    def _agree(self, spans: Sequence[Span], start: "_Started") -> "_Started":
+        """Make the tensor-parallel ranks, which have different heads of the same tokens, judge alike.
+
+        The gate's terms are summed. Where a rank lacks anchors, or its prediction, all have to know: their ranges to
+        compute must be the same.
+        """
         group = get_tp_group()
         if group.world_size == 1:
-            return
+            return start
         sums = torch.zeros(len(spans), self._geometry.layers, 2, 2, device=self._paged.device)
-        for to, (prediction, _) in zip(sums, start.predictions, strict=False):
-            to.copy_(prediction.sums)
-        sums = group.all_reduce(sums)
-        for total, (prediction, _) in zip(sums, start.predictions, strict=False):
-            prediction.sums.copy_(total)
+        absent = torch.ones(len(spans), 1, 1, 2, device=self._paged.device)
+        for i, (prediction, ready) in enumerate(start.predictions):
+            sums[i] = prediction.sums
+            absent[i] = 0
+            if ready.anchors < self._settings.min_anchors and self._settings.predictor != "none":
+                sums[i] = math.nan
+        total = group.all_reduce(torch.cat([sums, absent.expand(-1, 1, 2, -1)], dim=1))
+        for here, (prediction, _) in zip(total, start.predictions, strict=False):
+            prediction.sums.copy_(here[:-1])
+        lacking = [i for i, here in enumerate(total[:, -1, 0, 0].tolist()) if here > 0]
+        if not lacking or len(start.predictions) <= lacking[0]:
+            return start
+        return _Started(start.predictions[: lacking[0]], spans[lacking[0]].start, _MISSING)
 
     def _failed(self, load: Load, start: int, cause: str, judged: Sequence[Judged]) -> Outcome:
         """vLLM computes ``load`` from ``start`` on."""

@@ -133,6 +133,7 @@ def engine(
     *,
     connector: bool = True,
     lmcache: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
     """Start an engine and end it.
@@ -140,6 +141,7 @@ def engine(
     Args:
         settings: Ours, without the ``kvcmas.``; goes into the LMCache file.
         lmcache: LMCache's own settings, over a CPU tier of 1 GiB.
+        extra: What else goes under its ``extra_config``.
         options: vLLM's.
     """
     from vllm import LLM
@@ -147,8 +149,8 @@ def engine(
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lmcache.yaml"
-        extra = {f"kvcmas.{name}": value for name, value in (settings or {}).items()}
-        content = {"chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 1.0, "extra_config": extra}
+        ours = {f"kvcmas.{name}": value for name, value in (settings or {}).items()} | dict(extra or {})
+        content = {"chunk_size": 256, "local_cpu": True, "max_local_cpu_size": 1.0, "extra_config": ours}
         file.write_text(yaml.safe_dump(content | dict(lmcache or {})))
         os.environ["LMCACHE_CONFIG_FILE"] = str(file)
         defaults: dict[str, Any] = {

@@ -132,8 +132,10 @@ class Anchor:
         if not bool((self.offsets[1:] > self.offsets[:-1]).all()) or int(self.offsets[0]) < 0:
             raise EntryError("offsets must rise and not be negative")
         for norm2 in (self.norm2_k, self.norm2_v):
-            if norm2.shape != (layers, tokens):
-                raise EntryError(f"squared norms are [{layers}, {tokens}]; got {tuple(norm2.shape)}")
+            if norm2.shape != (layers, tokens) or norm2.dtype != torch.float32:
+                raise EntryError(f"squared norms are fp32 [{layers}, {tokens}]; got {norm2.dtype} {tuple(norm2.shape)}")
+            if not bool(((norm2 >= 0) & (norm2 < torch.inf)).all()):
+                raise EntryError("squared norms must be finite and not negative")
 
 
 _FACTORS = ("delta_k", "delta_v", "base_k", "base_v")
@@ -216,6 +218,13 @@ class AnchorPool:
             self._mass = [*mass, 0.0]
             self._state = PoolState((*anchors, anchor), version + 1)
             return evicted
+
+    def replace(self, anchors: Sequence[Anchor]) -> None:
+        """Hold just ``anchors``, at most as many as fit; what was held before keeps its mass."""
+        with self._lock:
+            known = {id(a): m for a, m in zip(self._state.anchors, self._mass, strict=True)}
+            self._mass = [known.get(id(a), 0.0) for a in anchors[-self.capacity :]]
+            self._state = PoolState(tuple(anchors[-self.capacity :]), self._state.version + 1)
 
     def credit(self, mass: Tensor | Sequence[float], version: int | None = None) -> bool:
         """Add the attention mass ``[A]`` of one prediction.

@@ -1,9 +1,13 @@
-"""What is known of each edge: its anchor pool, and the predictor built from it. Pools live in the store as entries."""
+"""What is known of each edge: its anchor pool, and the predictor built from it. Pools live in the store as entries.
+
+With a shared tier, the pool is what all nodes have learned together (``shared`` says how additions merge), and this
+node's copy follows it: `refresh` takes over what others added, and anchors of our own that did not get there yet stay.
+"""
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,7 +18,9 @@ from lmcache_kvcmas.anchors import Anchor, AnchorPool
 from lmcache_kvcmas.entries import EntryKind, TensorSpec
 from lmcache_kvcmas.errors import EntryError
 from lmcache_kvcmas.keys import KEY_BYTES, KeySpace
+from lmcache_kvcmas.manifest import Needed
 from lmcache_kvcmas.predict import Predictor, build_predictor
+from lmcache_kvcmas.shared import PoolNews
 from lmcache_kvcmas.spans import Edge
 from lmcache_kvcmas.store import EntryStore
 
@@ -39,6 +45,12 @@ class _Known:
     keys: dict[int, bytes]
     """Store key of each anchor of the pool, by the anchor's identity."""
     ready: Ready | None = None
+    unshared: set[bytes] = field(default_factory=set)
+    """Keys of anchors that are not known to be in the shared pool."""
+    sharing: set[bytes] = field(default_factory=set)
+    """Those of them that are on their way."""
+    useful: set[bytes] = field(default_factory=set)
+    """Keys of anchors that predictions leaned on since the shared pool was last told."""
 
 
 class EdgeBook:
@@ -70,19 +82,77 @@ class EdgeBook:
         for name in sorted(tensors):
             content.update(tensors[name].cpu().flatten().view(torch.uint8).numpy().tobytes())
         key = keys.anchor(content.digest())
-        stored = self._put(key, EntryKind.ANCHOR, tensors)
+        stored = self._put(key, EntryKind.ANCHOR, tensors, edge)
         evicted = known.pool.add(anchor)
         if stored:
             known.keys[id(anchor)] = key
         if evicted is not None and (old := known.keys.pop(id(evicted), None)) is not None:
+            known.unshared.discard(old)
             self._store.remove(old)
-        # The list last: a reader never finds a name in it that has no anchor.
-        names = [known.keys[id(a)] for a in known.pool.anchors if id(a) in known.keys]
-        if names:
-            listed = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
-            self._put(keys.pool(edge), EntryKind.POOL, {"anchors": listed})
+        self._list(tenant, edge, known)
+        if stored:
+            self._share(tenant, edge, known, key)
         with self._lock:
             self._unprepared.add((tenant, edge))
+
+    def refresh(self, tenant: str, edge: Edge) -> bool:
+        """Take over what other nodes did to the edge's pool; True if that changed anything. Call `prepare` afterwards.
+
+        Reads from the shared tier: not for the critical path.
+        """
+        shared = self._store.shared
+        pool = self._keys_of(tenant).pool(edge)
+        members = shared.members(pool) if shared is not None else None
+        if members is None:
+            return False
+        with self._lock:
+            known = self._find(tenant, edge)
+        held = {key: a for a in known.pool.anchors if (key := known.keys.get(id(a))) is not None}
+        wanted = [key for key in members[-self._max_anchors :] if key not in held]
+        self._store.prefetch([Needed(key, EntryKind.ANCHOR) for key in wanted])
+        new = {key: anchor for key in wanted if (anchor := self._read_anchor(key)) is not None}
+        own = [key for key in held if key in known.unshared]
+        order = [key for key in members if key in held or key in new] + [key for key in own if key not in members]
+        order = order[-self._max_anchors :]
+        fitting = _alike([(key, held.get(key) or new[key]) for key in order])
+        if {key for key, _ in fitting} == set(held):
+            return False
+        known.pool.replace([anchor for _, anchor in fitting])
+        known.keys = {id(anchor): key for key, anchor in fitting}
+        known.unshared.intersection_update(known.keys.values())
+        self._list(tenant, edge, known)
+        with self._lock:
+            self._unprepared.add((tenant, edge))
+        return True
+
+    def credit(self, ready: Ready, mass: Tensor) -> None:
+        """Anchors that a used prediction leaned on, by attention mass ``[A]``: they stay the longest."""
+        if not ready.pool.credit(mass, ready.predictor.version):
+            return
+        leaned = mass > mass.sum() / (2 * max(1, len(mass)))
+        with self._lock:
+            for known in self._known.values():
+                if known.pool is ready.pool:
+                    anchors = zip(known.pool.anchors, leaned.tolist(), strict=False)
+                    known.useful.update(known.keys[id(a)] for a, used in anchors if used and id(a) in known.keys)
+
+    def tell(self) -> None:
+        """Pass on what the shared tier does not know yet: anchors that were of use, and those it missed."""
+        shared = self._store.shared
+        if shared is None:
+            return
+        with self._lock:
+            names = list(self._known)
+        for tenant, edge in names:
+            known = self._known.get((tenant, edge))
+            if known is None:
+                continue
+            useful, known.useful = known.useful, set()
+            if useful:
+                shared.touch(self._keys_of(tenant).pool(edge), sorted(useful))
+            for key in known.unshared - known.sharing:
+                if self._store.share(Needed(key, EntryKind.ANCHOR)):
+                    self._share(tenant, edge, known, key)
 
     def prepare(self) -> None:
         """Build the predictors of edges that learned something, and make the edges known as changed."""
@@ -116,31 +186,66 @@ class EdgeBook:
         return known
 
     def _read(self, tenant: str, edge: Edge) -> _Known:
-        """The pool as the store has it; anchors that are gone or damaged are left out."""
+        """The pool as this node's tiers have it; anchors that are gone or damaged are left out."""
         known = _Known(AnchorPool(self._max_anchors), {})
         lease = self._store.get(self._keys_of(tenant).pool(edge), EntryKind.POOL)
         if lease is None:
             return known
         with lease:
             listed = lease.tensors.get("anchors")
-            rows = [] if listed is None or listed.shape[-1] != KEY_BYTES else listed.reshape(-1, KEY_BYTES).tolist()
-        for key in [bytes(row) for row in rows[-self._max_anchors :]]:
-            entry = self._store.get(key, EntryKind.ANCHOR)
-            if entry is None:
-                continue
-            with entry:
-                try:
-                    anchor = Anchor.from_tensors({name: t.clone() for name, t in entry.tensors.items()})
-                except EntryError:
-                    continue
-            known.pool.add(anchor)
-            known.keys[id(anchor)] = key
+            whole = listed is not None and listed.dtype == torch.uint8 and listed.shape[1:] == (KEY_BYTES,)
+            rows = listed.tolist() if listed is not None and whole else []
+        read = [(key, self._read_anchor(key)) for key in map(bytes, rows[-self._max_anchors :])]
+        fitting = _alike([(key, anchor) for key, anchor in read if anchor is not None])
+        known.pool.replace([anchor for _, anchor in fitting])
+        known.keys = {id(anchor): key for key, anchor in fitting}
+        if self._store.shared is not None:
+            known.unshared.update(known.keys.values())  # perhaps: to tell them again does no harm
         return known
 
-    def _put(self, key: bytes, kind: EntryKind, tensors: dict[str, Tensor]) -> bool:
-        room = self._store.reserve(key, kind, {name: TensorSpec.of(t) for name, t in tensors.items()}, {})
+    def _read_anchor(self, key: bytes) -> Anchor | None:
+        entry = self._store.get(key, EntryKind.ANCHOR)
+        if entry is None:
+            return None
+        with entry:
+            try:
+                return Anchor.from_tensors({name: t.clone() for name, t in entry.tensors.items()})
+            except EntryError:
+                return None
+
+    def _list(self, tenant: str, edge: Edge, known: _Known) -> None:
+        """Store the list last: a reader never finds a name in it that has no anchor."""
+        names = [known.keys[id(a)] for a in known.pool.anchors if id(a) in known.keys]
+        if names:
+            listed = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
+            self._put(self._keys_of(tenant).pool(edge), EntryKind.POOL, {"anchors": listed}, edge)
+
+    def _share(self, tenant: str, edge: Edge, known: _Known, key: bytes) -> None:
+        shared = self._store.shared
+        if shared is None:
+            return
+        known.unshared.add(key)
+        known.sharing.add(key)
+
+        def done(joined: bool) -> None:
+            known.sharing.discard(key)
+            if joined:
+                known.unshared.discard(key)
+
+        news = PoolNews(tenant, edge, len(known.pool.anchors))
+        shared.join(news, self._keys_of(tenant).pool(edge), key, self._max_anchors, done)
+
+    def _put(self, key: bytes, kind: EntryKind, tensors: dict[str, Tensor], edge: Edge) -> bool:
+        specs = {name: TensorSpec.of(t) for name, t in tensors.items()}
+        room = self._store.reserve(key, kind, specs, edge._asdict())
         if room is None:
             return False
         for name, tensor in tensors.items():
             room.tensors[name].copy_(tensor)
         return room.commit()
+
+
+def _alike(anchors: list[tuple[bytes, Anchor]]) -> list[tuple[bytes, Anchor]]:
+    """Those that are of the last one's layers and channels: all, unless somebody stored nonsense."""
+    forms = [(anchor.layers, anchor.channels) for _, anchor in anchors]
+    return [pair for pair, form in zip(anchors, forms, strict=True) if form == forms[-1]]

@@ -19,6 +19,7 @@ from lmcache_kvcmas.factors import Factors
 from lmcache_kvcmas.hot import HotRun
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.lessons import Stretch, anchor_of, delta_factors
+from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.spans import Edge
 from lmcache_kvcmas.store import EntryStore
 
@@ -33,6 +34,7 @@ class Compress:
     """Store a captured run as a low-rank difference to full-width roots."""
 
     key: bytes
+    edge: Edge
     run: HotRun
     roots: Stretch
     leases: ExitStack
@@ -58,7 +60,38 @@ class Learn:
         return self.run.nbytes
 
 
-Task = Compress | Learn
+@dataclass(frozen=True, slots=True, eq=False)
+class Publish:
+    """Tell other nodes of a record, after the differences that it needs."""
+
+    record: Record
+
+    @property
+    def nbytes(self) -> int:
+        return self.record.tokens.nbytes
+
+    @property
+    def leases(self) -> ExitStack:
+        return ExitStack()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refresh:
+    """Take over what other nodes did to an edge's pool."""
+
+    tenant: str
+    edge: Edge
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    def leases(self) -> ExitStack:
+        return ExitStack()
+
+
+Task = Compress | Learn | Publish | Refresh
 
 
 class Learner:
@@ -74,7 +107,8 @@ class Learner:
         self._waiting = 0
         self._idle = threading.Condition()
         self.counts: Counter[str] = Counter()
-        """Tasks by what became of them: ``compressed``, ``learned``, ``dropped``, ``no_room``, ``failed``."""
+        """Tasks by what became of them: ``compressed``, ``learned``, ``published``, ``refreshed``, ``unchanged``,
+        ``dropped``, ``no_room``, ``failed``."""
         self._thread = threading.Thread(target=self._work, name="kvcmas-learner", daemon=True)
         self._thread.start()
 
@@ -103,7 +137,12 @@ class Learner:
     def _work(self) -> None:
         _yield_to_others()
         prepared = time.monotonic()
-        done: dict[type[Task], Callable[..., str]] = {Compress: self._compress, Learn: self._learn}
+        done: dict[type[Task], Callable[..., str]] = {
+            Compress: self._compress,
+            Learn: self._learn,
+            Publish: self._publish,
+            Refresh: self._refresh,
+        }
         while (task := self._tasks.get()) is not None:
             try:
                 with task.leases, torch.inference_mode():
@@ -123,6 +162,7 @@ class Learner:
     def _prepare(self) -> None:
         try:
             with torch.inference_mode():
+                self._book.tell()
                 self._book.prepare()
         except Exception:
             logger.exception("kvcmas: a predictor was not built")
@@ -131,7 +171,7 @@ class Learner:
         delta_k, delta_v = delta_factors(task.run, task.roots, self._rope, self._rank)
         tensors = named(delta_k, delta_v)
         room = self._store.reserve(
-            task.key, EntryKind.DELTA, {name: TensorSpec.of(t) for name, t in tensors.items()}, {}
+            task.key, EntryKind.DELTA, {name: TensorSpec.of(t) for name, t in tensors.items()}, task.edge._asdict()
         )
         if room is None:
             return "no_room"
@@ -143,6 +183,13 @@ class Learner:
         anchor = anchor_of(task.run, task.source, self._rope, self._rank, self._keep, task.offset)
         self._book.learn(task.tenant, task.edge, anchor)
         return "learned"
+
+    def _publish(self, task: Publish) -> str:
+        self._store.publish(task.record)
+        return "published"
+
+    def _refresh(self, task: Refresh) -> str:
+        return "refreshed" if self._book.refresh(task.tenant, task.edge) else "unchanged"
 
 
 def named(delta_k: Factors, delta_v: Factors) -> dict[str, Tensor]:

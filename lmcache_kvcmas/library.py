@@ -1,5 +1,7 @@
 """The records that can serve, and which stored entries each of them needs."""
 
+from collections.abc import KeysView
+
 from lmcache_kvcmas.fingerprint import Tokens
 from lmcache_kvcmas.index import Match, RecordIndex
 from lmcache_kvcmas.records import Record
@@ -17,6 +19,9 @@ class Library:
     def __len__(self) -> int:
         return len(self._index)
 
+    def __contains__(self, record_id: bytes) -> bool:
+        return record_id in self._index
+
     def next_sequence(self) -> int:
         """A number larger than every one before."""
         self._sequence += 1
@@ -31,6 +36,11 @@ class Library:
             self._needs[record.id] = needs
             for key in needs:
                 self._needed_by.setdefault(key, set()).add(record.id)
+
+    @property
+    def needs(self) -> KeysView[bytes]:
+        """Keys of all entries that a record needs."""
+        return self._needed_by.keys()
 
     def match(self, tokens: Tokens, tenant: str) -> tuple[Match, ...]:
         return self._index.match(tokens, tenant)

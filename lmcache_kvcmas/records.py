@@ -4,12 +4,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from blake3 import blake3
 
 from lmcache_kvcmas.fingerprint import Tokens
 from lmcache_kvcmas.spans import Piece
 
 GENERATED = -1
 """The slot of tokens that the record's own request generated: an agent output that no prompt has numbered yet."""
+
+
+def record_content(tokens: Tokens, agent: str | None) -> bytes:
+    """Names a record by its tokens and by who left it; see ``keys.KeySpace.record``."""
+    return blake3(tokens.astype("<i4").tobytes()).digest() + (agent or "").encode()
 
 
 class Segment(NamedTuple):

@@ -4,15 +4,18 @@ A store belongs to one process and one tensor-parallel rank; it may be used from
 for room, and nothing that a tier does wrong gets out as an exception: the worst answer is None.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from lmcache_kvcmas.entries import EntryKind, Meta, TensorSpec
+from lmcache_kvcmas.manifest import Needed
+from lmcache_kvcmas.records import Record
+from lmcache_kvcmas.shared import SharedTier
 
 
 class MissCause(Enum):
@@ -50,6 +53,8 @@ class StoreStats:
     """Entries that left memory to make room."""
     disk_failures: int = 0
     """Entries that could not be written to disk; they stay in memory as long as there is room."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """The shared tier's own counts; empty without one."""
 
 
 class Reservation(Protocol):
@@ -93,6 +98,15 @@ class Lease(Protocol):
     ) -> None: ...
 
 
+class NotHad(NamedTuple):
+    """What a prefetch did not bring."""
+
+    gone: tuple[Needed, ...] = ()
+    """No tier holds it."""
+    unreachable: tuple[Needed, ...] = ()
+    """The shared tier did not answer, or there was no memory; later it may be had."""
+
+
 class EntryStore(Protocol):
     """Keys are 32 bytes, made by ``keys.KeySpace``."""
 
@@ -103,17 +117,34 @@ class EntryStore(Protocol):
             EntryError: no entry can look like this (unknown dtype, header beyond 64 KiB).
         """
 
+    @property
+    def shared(self) -> SharedTier | None:
+        """What other nodes have a part in, if there is such a tier. All other calls but two are about this node's own
+        tiers: `prefetch` reads from it, and commits also go there."""
+
     def get(self, key: bytes, kind: EntryKind) -> Lease | None:
-        """The entry, its checksums verified, brought into memory from a lower tier if need be. None is a miss."""
+        """The entry, its checksums verified, brought into memory from disk if need be. None is a miss."""
+
+    def prefetch(self, wanted: Sequence[Needed]) -> "NotHad":
+        """Bring entries from the shared tier into memory, in one batch; returns those that no tier gave.
+
+        Takes one of the shared tier's time-outs at most: not for the critical path.
+        """
+
+    def share(self, entry: Needed) -> bool:
+        """Queue an entry that memory holds for the shared tier once more; False if there is nothing to queue."""
+
+    def publish(self, record: Record) -> None:
+        """Tell other nodes of ``record``, once everything committed so far has reached the shared tier."""
 
     def contains(self, key: bytes) -> bool:
-        """Whether some tier holds the key. Says nothing about its being whole."""
+        """Whether memory or disk holds the key. Says nothing about its being whole."""
 
     def remove(self, key: bytes) -> None:
-        """Removes it from every tier. Open leases on it stay valid."""
+        """Removes it from memory and disk. Open leases on it stay valid."""
 
     def take_evicted(self) -> list[bytes]:
-        """Keys that left the last tier that held them since the last call, in order. Cheap when there are none."""
+        """Keys that left memory and disk since the last call, in order. Cheap when there are none."""
 
     def stats(self) -> StoreStats: ...
 

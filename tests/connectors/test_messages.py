@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from lmcache_kvcmas.connectors.messages import Judged, Outcome, WorkerReport
+from lmcache_kvcmas.connectors.messages import Judged, Outcome, Prefetched, WorkerReport
 from lmcache_kvcmas.connectors.metrics import KVCMASStats
 from lmcache_kvcmas.connectors.vllm import KVCMASConnector
 from lmcache_kvcmas.spans import Edge
@@ -12,9 +12,9 @@ JUDGED = (Judged(10, 90, EDGE, 0.03, 4, True, "accepted"),)
 
 
 def test_what_one_rank_could_not_give_the_request_does_not_have() -> None:
-    fine = WorkerReport({"r": Outcome(JUDGED), "only here": Outcome()}, {("t", EDGE): 3}, {b"x"}, {"loads": 1})
+    fine = WorkerReport({"r": Outcome(JUDGED), "only here": Outcome()}, {("t", EDGE): 3}, {b"x"}, {}, {"loads": 1})
     failed = WorkerReport(
-        {"r": Outcome(JUDGED, 40, "missing_entry")}, {("t", EDGE): 2}, {b"y"}, {"loads": 1, "saves": 2}
+        {"r": Outcome(JUDGED, 40, "missing_entry")}, {("t", EDGE): 2}, {b"y"}, {}, {"loads": 1, "saves": 2}
     )
     for report in (fine.aggregate(failed), failed.aggregate(fine)):
         assert report.outcomes["r"] == Outcome(JUDGED, 40, "missing_entry")
@@ -22,6 +22,14 @@ def test_what_one_rank_could_not_give_the_request_does_not_have() -> None:
         assert report.anchors == {("t", EDGE): 2}, "ready when it is ready on all ranks"
         assert report.lost == {b"x", b"y"}
         assert report.counts == {"loads": 2, "saves": 2}
+
+
+def test_a_prefetch_is_done_when_all_ranks_have_spoken() -> None:
+    """Ranks may speak in different steps, and what one of them could not get, the request does not have."""
+    one = WorkerReport(prefetched={"r": Prefetched(gone=frozenset({b"x"}))})
+    two = WorkerReport(prefetched={"r": Prefetched(unreachable=frozenset({b"y"})), "other": Prefetched()})
+    together = one.aggregate(two).prefetched
+    assert together == {"r": Prefetched(frozenset({b"x"}), frozenset({b"y"}), ranks=2), "other": Prefetched()}
 
 
 def test_the_earliest_failure_counts() -> None:

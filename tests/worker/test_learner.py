@@ -60,7 +60,7 @@ def test_a_compressed_run_comes_back(store: LMCacheStore, rope: RopeTable) -> No
     keep(store, source.k, source.v, source.position)
     learner = Learner(store, book(store), rope, rank=8, keep=64, budget=1 << 30)
     root = Stretch([Source(source.k, source.v, source.position)])
-    assert learner.submit(Compress(DELTA, run, root, ExitStack()))
+    assert learner.submit(Compress(DELTA, EDGE, run, root, ExitStack()))
     assert learner.drain(30)
     learner.close()
     assert learner.counts == {"compressed": 1}
