@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from lmcache_kvcmas.cli import evaluate
 from lmcache_kvcmas.errors import KVCMASError
 
 app = typer.Typer(
@@ -27,9 +26,36 @@ Config = Annotated[
 _KINDS = ("record", "base", "delta", "anchor", "pool")
 
 
-app.command(
+@app.command(
     epilog="Example: kvcmas evaluate --model DIR --roles roles.json --contexts contexts.jsonl --edge solver:critic"
-)(evaluate)
+)
+def evaluate(
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder")],
+    roles: Annotated[Path, typer.Option(help='JSON file: {"roles": {name: text}, "instructions": {name: text}}')],
+    contexts: Annotated[Path, typer.Option(help='JSON lines: {"id", "use", "text"}; "use": "anchor" fills the pools')],
+    edge: Annotated[list[str] | None, typer.Option(help="source:destination; may be given several times")] = None,
+    anchors: Annotated[int, typer.Option(min=1, max=1000, help="anchors of an edge")] = 10,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="rank of anchors and oracle")] = 32,
+    head: Annotated[int, typer.Option(min=0, max=1024, help="tokens of a run that are recomputed")] = 32,
+    chain: Annotated[str | None, typer.Option(help="also a chain of agents, as planner:solver:critic")] = None,
+    json: Annotated[Path | None, typer.Option(help="write summary and rows here")] = None,
+) -> None:
+    """Measure every method against dense prefill, on a real model, without an engine."""
+    from lmcache_kvcmas.evaluate.command import run_command
+    from lmcache_kvcmas.evaluate.run import EvaluateSettings
+
+    edges = []
+    for text in edge or []:
+        source, colon, destination = text.partition(":")
+        if not colon or not source or not destination or ":" in destination:
+            raise typer.BadParameter(f"{text!r} is not source:destination", param_hint="--edge")
+        edges.append((source, destination))
+    settings = EvaluateSettings(tuple(edges), anchors, rank, head)
+    try:
+        run_command(model, roles, contexts, settings, tuple(chain.split(":")) if chain else (), json)
+    except KVCMASError as error:
+        typer.secho(f"kvcmas: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
 
 
 @app.command(epilog="Example: kvcmas inspect --json | jq '.models[].edges[].anchors'")

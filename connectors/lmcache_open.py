@@ -55,7 +55,7 @@ def open_store(config: LMCacheConfig, owner: Owner, shape: StoreShape, node: str
             f"max_local_cpu_size is {config.cpu_bytes / _GIB:.4g} (GiB). Allowed for this model: at least "
             f"{need / _GIB:.4g}, four chunks of {config.chunk_size} tokens."
         )
-    there = _available_bytes()
+    there = available_bytes()
     if there is not None and config.cpu_bytes > there:
         raise ConfigError(
             f"max_local_cpu_size is {config.cpu_bytes / _GIB:.4g} (GiB), and {there / _GIB:.4g} GiB of memory are "
@@ -108,7 +108,8 @@ def _open_folder(config: LMCacheConfig) -> DiskFolder:
         ) from error
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
+    """Memory that may be taken, where the system tells."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

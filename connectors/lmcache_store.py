@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 4.5
 _FLUSH_SECONDS = 3.0
+PREFETCH_BATCH = 4
+"""Entries that are read in one time-out of the shared tier: 128 MiB, for chunks of 256 tokens of an 8B model."""
 
 
 class LMCacheStore:
@@ -97,6 +99,22 @@ class LMCacheStore:
         absent = tuple(w for w in wanted if not self._holds(self._name(w.key)))
         if not absent or self._shared is None or not self._enter():
             return NotHad(gone=absent)
+        gone: list[Needed] = []
+        for begin in range(0, len(absent), PREFETCH_BATCH):
+            batch = absent[begin : begin + PREFETCH_BATCH]
+            not_had = self._prefetch(self._shared, batch)
+            gone += not_had.gone
+            if not_had.unreachable:  # a plan is of use up to its first hole only
+                rest = absent[begin + PREFETCH_BATCH :]
+                return self._left(NotHad(tuple(gone), (*not_had.unreachable, *rest)))
+        return self._left(NotHad(tuple(gone)))
+
+    def _left(self, not_had: NotHad) -> NotHad:
+        with self._lock:
+            self._open -= 1
+        return not_had
+
+    def _prefetch(self, shared: SharedTier, batch: Sequence[Needed]) -> NotHad:
         read: dict[int, tuple[Any, int]] = {}
         refused: set[int] = set()
 
@@ -108,17 +126,15 @@ class LMCacheStore:
             read[index] = obj, size
             return _view(obj, size)
 
-        there = self._shared.read(absent, allocate)
+        there = shared.read(batch, allocate)
         gone, unreachable = [], []
-        for index, entry in enumerate(absent):
-            if there is None or (index in refused and not there[index]):
+        for index, entry in enumerate(batch):
+            if there is None or there[index] is None or (index in refused and not there[index]):
                 unreachable.append(entry)
             elif not (there[index] and index in read and self._accept(entry, *read[index])):
                 gone.append(entry)
         for obj, _ in read.values():
             obj.ref_count_down()
-        with self._lock:
-            self._open -= 1
         return NotHad(tuple(gone), tuple(unreachable))
 
     def _accept(self, entry: Needed, obj: Any, size: int) -> bool:

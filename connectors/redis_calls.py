@@ -114,9 +114,9 @@ class RedisCalls:
             self.servers.moved()
         return replies
 
-    def read(self, names: Sequence[bytes], head: int, allocate: Allocate, max_value: int) -> list[bool]:
-        """See ``RedisClient.read_headed``."""
-        found = [False] * len(names)
+    def read(self, names: Sequence[bytes], head: int, allocate: Allocate, max_value: int) -> list[bool | None]:
+        """See ``RedisClient.read_headed``. None: lost on the way; whether there is such a value is not known."""
+        found: list[bool | None] = [None] * len(names)
         deadline = self.deadline()
         todo: Sequence[int] = range(len(names))
         failures: list[Exception] = []
@@ -134,12 +134,14 @@ class RedisCalls:
             for batch in batches:
                 for index in batch.done:
                     found[index] = True
-                size, misses = size + batch.bytes, misses + batch.misses
+                for index in batch.absent:
+                    found[index] = False
+                size, misses = size + batch.bytes, misses + len(batch.absent)
                 todo += batch.moved
             if not todo:
                 break
             self.servers.moved()
-        self.add(reads=len(names), hits=sum(found), misses=misses, read_bytes=size)
+        self.add(reads=len(names), hits=found.count(True), misses=misses, read_bytes=size)
         blame = next((error for error in failures if isinstance(error, CallerError) or not foreseen(error)), None)
         if blame or (failures and not any(found)):
             self.fail(blame or failures[0])

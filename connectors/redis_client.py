@@ -59,7 +59,12 @@ class RedisClient:
 
         The memory it gives is for the ``size`` bytes after them. A value shorter than that is all head.
         """
-        return self._calls.read([_key(key) for key in keys], head, allocate, max_value)
+        return [came is True for came in self._calls.read([_key(key) for key in keys], head, allocate, max_value)]
+
+    def read_known(self, keys: Sequence[Key], allocate: Callable[[int, int], memoryview | None]) -> list[bool | None]:
+        """As :meth:`read_into`, but what was lost on the way is None: it may well be there."""
+        names = [_key(key) for key in keys]
+        return self._calls.read(names, 0, lambda index, size, head: allocate(index, size), MAX_BULK)
 
     def get_many(self, keys: Sequence[Key], max_value: int = MAX_BULK) -> list[bytes | memoryview | None]:
         """Values, in order; None: absent, larger than ``max_value``, or beyond ``max_inflight_bytes`` in all."""
@@ -157,6 +162,10 @@ class RedisClient:
         if members:
             pairs: list[Part] = [part for member, score in members.items() for part in (score, member)]
             self._one(_key(key), [("ZADD", _key(key), "XX", "GT", *pairs), *self._expire(_key(key))], write=True)
+
+    def set_remove(self, key: Key, members: Sequence[bytes]) -> None:
+        if members:
+            self._one(_key(key), [("ZREM", _key(key), *members)], write=True)
 
     # --- streams ---
 
@@ -259,6 +268,11 @@ class RedisClient:
             self._calls.on(node, ("PING",))
             slowest = max(slowest, time.monotonic() - begun)
         return slowest
+
+    def clocks(self) -> list[float]:
+        """Seconds since 1970, by each server's clock."""
+        told = [_list(self._calls.on(node, ("TIME",))) for node in self._calls.nodes()]
+        return [int(_bytes(seconds)) + int(_bytes(micros)) / 1e6 for seconds, micros in told]
 
     @property
     def state(self) -> str:

@@ -63,7 +63,9 @@ class ReadBatch:
         self._head, self._max_value, self._ttl = head, max_value, ttl
         self._todo = deque(indices)
         self.done: list[int] = []
-        self.misses = 0
+        self.absent: list[int] = []
+        """Indices of keys that the server has no value for, or whose value nobody gave memory for. What is in none of
+        the lists was lost on the way."""
         self.bytes = 0
         self.moved: list[int] = []
         """Indices of keys that are another server's."""
@@ -94,7 +96,7 @@ class ReadBatch:
                     raise
                 continue
             if size is None:
-                self.misses += 1
+                self.absent.append(index)
             else:
                 depth = max(2, min(_DEEPEST, _AHEAD // (size + 1)))
                 self._value(wire, index, size, budget, deadline)
@@ -130,7 +132,7 @@ class ReadBatch:
             wire.skip(size, deadline)
         wire.end_bulk(deadline)
         if target is None:
-            self.misses += 1
+            self.absent.append(index)
         else:
             self.done.append(index)
             self.bytes += whole
@@ -158,7 +160,7 @@ class ReadBatch:
         if error.code in ("MOVED", "ASK"):
             self.moved.append(index)
         elif error.code == "WRONGTYPE":
-            self.misses += 1
+            self.absent.append(index)
         elif mode == "getex" and error.code in _FALLBACK:
             wire.read_mode = _FALLBACK[error.code]
             self._todo.appendleft(index)

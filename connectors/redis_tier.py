@@ -89,15 +89,20 @@ class RedisTier:
                 full = False
                 self._waiting += 1
                 self._waiting_bytes += blob.nbytes
+                # Under the lock: what came behind the end of the queue would be let go of by nobody.
+                self._queue.put(_Put(self._names.entry(needed.kind, needed.key), blob, release))
         if full:
             release()
-        else:
-            self._queue.put(_Put(self._names.entry(needed.kind, needed.key), blob, release))
 
-    def read(self, wanted: Sequence[Needed], allocate: Callable[[int, int], memoryview | None]) -> list[bool] | None:
+    def read(
+        self, wanted: Sequence[Needed], allocate: Callable[[int, int], memoryview | None]
+    ) -> list[bool | None] | None:
         try:
-            return self.client.read_into([self._names.entry(w.kind, w.key) for w in wanted], allocate)
+            return self.client.read_known([self._names.entry(w.kind, w.key) for w in wanted], allocate)
         except RedisUnavailable:
+            return None
+        except Exception:  # of the memory, say: the caller has what it allocated to give back
+            logger.exception("kvcmas: Redis: a read failed")
             return None
 
     def remove(self, needed: Needed) -> None:
@@ -169,10 +174,12 @@ class RedisTier:
 
     def _later(self, what: str, run: Callable[[], object], failed: Callable[[], None] = lambda: None) -> None:
         with self._changed:
-            if self._closed:
-                return
-            self._waiting += 1
-        self._queue.put(_Step(what, run, failed))
+            closed = self._closed
+            if not closed:
+                self._waiting += 1
+                self._queue.put(_Step(what, run, failed))
+        if closed:
+            failed()
 
     def _write(self) -> None:
         held: _Put | _Step | None = None
@@ -231,6 +238,7 @@ class RedisTier:
         while not self._queue.empty():
             item = self._queue.get()
             if isinstance(item, _Put):
+                self.counts["dropped"] += 1
                 item.release()
                 self._finished(1, item.blob.nbytes)
             elif item is not None:

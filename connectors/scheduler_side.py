@@ -1,9 +1,7 @@
 """The connector's half in vLLM's scheduler: match, plan, and lay out what finished requests leave. No tensors here."""
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,27 +10,25 @@ from vllm.v1.request import RequestStatus
 
 from lmcache_kvcmas.agents import AgentRegistry
 from lmcache_kvcmas.config import Settings
-from lmcache_kvcmas.connectors.journal import Journal
-from lmcache_kvcmas.connectors.messages import Load, Outcome, Prefetch, Prefetched, Save, StepWork, WorkerReport
+from lmcache_kvcmas.connectors.messages import Load, Outcome, Prefetched, Save, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.metrics import TOKENS
+from lmcache_kvcmas.connectors.neighbours import Neighbours, Waiting, entries_of, first_without
 from lmcache_kvcmas.connectors.prefix_tag import tag_blocks
 from lmcache_kvcmas.fingerprint import Tokens
 from lmcache_kvcmas.hints import Hints, parse_hints
 from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.layout import lay_out
 from lmcache_kvcmas.library import Library
-from lmcache_kvcmas.manifest import Needed, needed, needed_by
 from lmcache_kvcmas.planner import Planner
 from lmcache_kvcmas.plans import LabelledPlan, computed_instead, plan_tag, shorten, without_approximation
 from lmcache_kvcmas.records import Record, record_content
 from lmcache_kvcmas.report import PLANNED, HopReport, hop_report
-from lmcache_kvcmas.shared import RecordNews
-from lmcache_kvcmas.spans import Edge, Piece, Plan, Span, SpanKind
+from lmcache_kvcmas.shared import PoolNews
+from lmcache_kvcmas.spans import Edge, Span, SpanKind
 from lmcache_kvcmas.tenants import tenant_name
 
 logger = logging.getLogger(__name__)
 
-_NEWS = 16  # records that are taken in between two looks at the clock; one of 4K tokens takes about 0.3 ms
 _ARRIVAL_SECONDS = 0.02
 _STEP_SECONDS = 0.002
 
@@ -55,33 +51,13 @@ class _Request:
     """Tokens that vLLM had itself when it last asked."""
     loading: bool = False
     """A load is under way whose outcome the workers have not reported."""
-    waiting: "_Waiting | None" = None
+    waiting: Waiting | None = None
     """Entries are on their way from the shared tier."""
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
     def approximate(self) -> bool:
         return self.used.first_approximate is not None
-
-
-@dataclass
-class _Waiting:
-    until: float
-    """By `time.monotonic`; the workers should have spoken long before."""
-    ranks: int
-    """That have not spoken yet."""
-    missing: set[bytes] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Other nodes, as the scheduler knows them."""
-
-    journal: Journal
-    ranks: int
-    """Tensor-parallel ranks of this engine."""
-    patience: float
-    """Seconds after which a request goes on without the entries that it waits for."""
 
 
 class SchedulerSide:
@@ -98,8 +74,6 @@ class SchedulerSide:
         self._settings, self._chunk_tokens, self._model = settings, chunk_tokens, model
         self._hash_block = hash_block
         self._neighbours = neighbours
-        self._away: set[bytes] = set()
-        """Keys of entries that this node's tiers do not hold, but the shared tier may."""
         self._library = Library(settings.max_records)
         self._registry = AgentRegistry()
         self._requests: dict[str, _Request] = {}
@@ -130,7 +104,7 @@ class SchedulerSide:
         if refused:
             self.counts[f"not_eligible.{refused}"] += 1
             return
-        self.hear(_ARRIVAL_SECONDS)
+        self._hear(_ARRIVAL_SECONDS)
         hints, problems = parse_hints(request.kv_transfer_params)
         for problem in problems:
             self._complain(problem)
@@ -148,25 +122,12 @@ class SchedulerSide:
         used = without_approximation(plan)
         known = _Request(tokens, tenant, hints, plan, plan, used, tag)
         self._requests[request.request_id] = known
-        if self._away:
-            self._send_for(request.request_id, known)
+        if self._neighbours is not None:
+            prefetches, known.waiting = self._neighbours.send_for(request.request_id, plan)
+            self._work.prefetches += prefetches
+            self.counts["prefetches"] += known.waiting is not None
         if plan.first_approximate is not None:
             tag_blocks(request, plan.first_approximate // self._hash_block, tag)
-
-    def _send_for(self, request: str, known: _Request) -> None:
-        """Have the workers bring what the plan needs from the shared tier; what only lessons need comes when it may."""
-        spans = _entries(p for s in known.planned.spans for p in s.pieces)
-        lessons = _entries(p for lesson in known.planned.lessons for p in lesson.pieces)
-        wanted = tuple(n for n in spans if n.key in self._away)
-        later = tuple(n for n in lessons if n.key in self._away and n not in wanted)
-        if wanted and self._neighbours is not None:
-            until = time.monotonic() + self._neighbours.patience
-            known.waiting = _Waiting(until, self._neighbours.ranks)
-            self._work.prefetches.append(Prefetch(request, wanted))
-            self.counts["prefetches"] += 1
-        if later:
-            self._work.prefetches.append(Prefetch(f"{request}/lessons", later))
-            self._away.difference_update(n.key for n in later)  # or every request would ask again
 
     def matched(self, request: Any, local: int) -> int | None:
         """Tokens that the plan gives beyond the ``local`` ones that vLLM has; None for: ask again.
@@ -177,18 +138,13 @@ class SchedulerSide:
         if known is None:
             return 0
         known.local = local
-        covered: int = min(known.offered.covered, request.num_tokens - 1)
-        if known.waiting is not None and covered > local:
-            if time.monotonic() < known.waiting.until:
+        if known.waiting is not None and known.offered.covered > local:
+            if not known.waiting.too_long:
                 return None
-            self._arrived_late(known)
-            covered = min(known.offered.covered, request.num_tokens - 1)
+            missing = {n.key for n in entries_of(p for s in known.offered.spans for p in s.pieces)}
+            self._go_on(known, missing, "late")
+        covered: int = min(known.offered.covered, request.num_tokens - 1)
         return max(0, covered - local)
-
-    def _arrived_late(self, known: _Request) -> None:
-        known.waiting = None
-        known.offered = without_approximation(shorten(known.offered, _first_away(known.offered, self._away)))
-        self.counts["dense.prefetch_late"] += 1
 
     def allocated(self, request: Any, block_ids: list[int], external: int) -> None:
         """vLLM has blocks for the request, and wants ``external`` tokens from us."""
@@ -214,7 +170,7 @@ class SchedulerSide:
 
     def take_work(self) -> StepWork:
         """What the workers have to do in this step."""
-        self.hear(_STEP_SECONDS)
+        self._hear(_STEP_SECONDS)
         work, self._work = self._work, StepWork()
         return work
 
@@ -238,59 +194,56 @@ class SchedulerSide:
         for name, prefetched in report.prefetched.items():
             self._prefetched(name, prefetched)
         if report.lost and self._neighbours is not None:
-            self._away |= report.lost
+            self._neighbours.lost(report.lost)
         elif report.lost:
             self.counts["records_lost"] += self._library.lose(report.lost)
 
     def _prefetched(self, request: str, part: Prefetched) -> None:
-        """What is missing everywhere makes its records useless; the request goes on with what stands in front."""
+        """Entries came from the shared tier, or did not: records whose entries no tier holds are of no use."""
+        assert self._neighbours is not None
         if part.gone:
             self.counts["records_lost"] += self._library.lose(set(part.gone))
-            self._away -= part.gone
+            self._neighbours.held(part.gone)
         known = self._requests.get(request)
-        if known is None or known.waiting is None:
-            return
-        known.waiting.ranks -= part.ranks
-        known.waiting.missing |= part.gone | part.unreachable
-        if known.waiting.ranks > 0:
+        if known is None or known.waiting is None or not known.waiting.heard(part):
             return
         missing = known.waiting.missing
-        known.waiting = None
-        self._away -= {n.key for n in _entries(p for s in known.planned.spans for p in s.pieces)} - missing
+        came = {n.key for n in entries_of(p for s in known.offered.spans for p in s.pieces)} - missing
+        self._neighbours.held(came)
         if missing:
-            known.offered = without_approximation(shorten(known.offered, _first_away(known.offered, missing)))
-            self.counts["dense.prefetch"] += 1
+            self._go_on(known, missing, "missing")
+        known.waiting = None
+
+    def _go_on(self, known: _Request, missing: set[bytes], why: str) -> None:
+        """Offer what stands in front of the first entry that did not come."""
+        known.waiting = None
+        known.offered = shorten(known.offered, first_without(known.offered, missing))
+        self.counts[f"dense.prefetch_{why}"] += 1
 
     def catch_up(self, seconds: float) -> None:
-        """Take in what other nodes left before this one started."""
+        """Take in what other nodes left before this engine started."""
         if self._neighbours is not None:
-            self._neighbours.journal.caught_up.wait(seconds)
-            self.hear(seconds)
+            self._neighbours.catch_up(seconds)
+            self._hear(seconds)
 
-    def hear(self, seconds: float) -> None:
+    def _hear(self, seconds: float) -> None:
         """Take in what other nodes did, for about ``seconds`` at most."""
         if self._neighbours is None:
             return
-        until = time.monotonic() + seconds
-        while news := self._neighbours.journal.take(_NEWS):
-            for item in news:
-                if isinstance(item, RecordNews):
-                    if item.record.id not in self._library:
-                        self._library.add(replace(item.record, sequence=self._library.next_sequence()))
-                        self._away |= {n.key for n in needed(item.record)}
-                        self.counts["records_heard"] += 1
-                else:
-                    name = (item.tenant, item.edge)
-                    self._anchors[name] = max(item.anchors, self._anchors.get(name, 0))
-                    self._versions[name] += 1
-            if time.monotonic() > until:
-                break
-        if len(self._away) > 2 * len(self._library.needs) + 1024:
-            self._away &= self._library.needs
+        for news in self._neighbours.news(seconds):
+            if isinstance(news, PoolNews):
+                edge = (news.tenant, news.edge)
+                self._anchors[edge] = max(news.anchors, self._anchors.get(edge, 0))
+                self._versions[edge] += 1
+            elif news.record.id not in self._library:
+                self._library.add(replace(news.record, sequence=self._library.next_sequence()))
+                self._neighbours.left(news.record)
+                self.counts["records_heard"] += 1
+        self._neighbours.forget_unneeded(self._library.needs)
 
     def close(self) -> None:
         if self._neighbours is not None:
-            self._neighbours.journal.close()
+            self._neighbours.close()
 
     def _concluded(self, known: _Request, outcome: Outcome) -> None:
         known.loading = False
@@ -356,7 +309,8 @@ class SchedulerSide:
             sequence=self._library.next_sequence(),
         )
         self._library.add(record)
-        self._away.difference_update(write.key for write in layout.writes)
+        if self._neighbours is not None:
+            self._neighbours.held(write.key for write in layout.writes)
         learn = self._settings.learn and not known.approximate and len(tokens) >= len(known.tokens)
         if not layout.writes and not (learn and plan.lessons):
             return False
@@ -414,13 +368,3 @@ def _report(known: _Request) -> HopReport:
     report = hop_report(known.planned, used, known.outcome.judged, len(known.tokens), known.outcome.cause)
     unjudged = known.loading and any(s.kind is SpanKind.PREDICTED for s in used.spans)
     return replace(report, decision=PLANNED) if unjudged else report
-
-
-def _entries(pieces: Iterable[Piece]) -> tuple[Needed, ...]:
-    """What ``pieces`` need from the store, each once."""
-    return tuple(dict.fromkeys(n for piece in pieces for n in needed_by(piece)))
-
-
-def _first_away(plan: Plan, keys: Set[bytes]) -> int:
-    """The first position whose entries are among ``keys``; the end of the cover if there is none."""
-    return next((p.start for s in plan.spans for p in s.pieces if p.chunk in keys or p.delta in keys), plan.covered)

@@ -28,11 +28,12 @@ from lmcache_kvcmas.connectors.lmcache_config import load_lmcache_config
 from lmcache_kvcmas.connectors.lmcache_open import StoreShape, open_store
 from lmcache_kvcmas.connectors.messages import Handshake, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.metrics import KVCMASPromMetrics, KVCMASStats
+from lmcache_kvcmas.connectors.neighbours import Neighbours
 from lmcache_kvcmas.connectors.nested import NestedForward, current_runner, expose_runner
 from lmcache_kvcmas.connectors.paged import PagedCache
 from lmcache_kvcmas.connectors.redis_client import RedisClient
 from lmcache_kvcmas.connectors.redis_names import Names
-from lmcache_kvcmas.connectors.scheduler_side import Neighbours, SchedulerSide
+from lmcache_kvcmas.connectors.scheduler_side import SchedulerSide
 from lmcache_kvcmas.connectors.worker_side import WorkerSide
 from lmcache_kvcmas.entries import Owner
 from lmcache_kvcmas.errors import UnsupportedEngineError
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvcmas")
 
-_PATIENCE = 4  # time-outs of the shared tier: connecting, waiting behind another batch, reading, and one to spare
 _START_SECONDS = 5.0  # for what other nodes left before this engine started
 
 
@@ -82,7 +82,7 @@ class KVCMASConnector(KVConnectorBase_V1):
             # Rank 0's names: the journal is one for all ranks, and records have none.
             names = Names(redis.prefix, Owner(fingerprint, 0, ranks), settings.salt)
             journal = Journal(RedisClient(redis), names, self._node, settings.max_records)
-            neighbours = Neighbours(journal, ranks, _PATIENCE * redis.timeout_ms / 1000)
+            neighbours = Neighbours(journal, ranks, redis.timeout_ms / 1000)
         self.scheduler = SchedulerSide(settings, self._lmcache.chunk_size, fingerprint, self._block, neighbours)
 
     @property

@@ -45,7 +45,7 @@ class Answer:
 
 
 class Engine:
-    """One engine. ``connector`` gives access to its two halves, or is None."""
+    """One engine. ``connector`` is its half in this process' worker; None without one, or with workers elsewhere."""
 
     def __init__(self, llm: Any, connector: Any) -> None:
         self.llm, self.connector = llm, connector
@@ -145,7 +145,7 @@ def engine(
         options: vLLM's.
     """
     from vllm import LLM
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lmcache.yaml"
@@ -166,7 +166,7 @@ def engine(
             defaults["kv_transfer_config"] = CONNECTOR
         llm = LLM(str(model), **(defaults | options))
         try:
-            yield Engine(llm, get_kv_transfer_group() if connector else None)
+            yield Engine(llm, get_kv_transfer_group() if connector and has_kv_transfer_group() else None)
         finally:
             llm.llm_engine.engine_core.shutdown()
             del llm

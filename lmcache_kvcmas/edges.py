@@ -134,7 +134,9 @@ class EdgeBook:
             for known in self._known.values():
                 if known.pool is ready.pool:
                     anchors = zip(known.pool.anchors, leaned.tolist(), strict=False)
-                    known.useful.update(known.keys[id(a)] for a, used in anchors if used and id(a) in known.keys)
+                    # Asked once: the learner's thread may take a key out between two looks.
+                    keys = [known.keys.get(id(a)) for a, used in anchors if used]
+                    known.useful.update(key for key in keys if key is not None)
 
     def tell(self) -> None:
         """Pass on what the shared tier does not know yet: anchors that were of use, and those it missed."""

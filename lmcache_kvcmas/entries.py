@@ -15,8 +15,9 @@ then the blob has no magic, so a half-written entry is never read as a whole one
 
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -43,6 +44,7 @@ from lmcache_kvcmas.errors import EntryError
 __all__ = [
     "ALIGN",
     "FORMAT",
+    "HEAD_BYTES",
     "MAX_HEADER",
     "Entry",
     "EntryKind",
@@ -55,10 +57,13 @@ __all__ = [
     "decode",
     "encode_into",
     "lay_out",
+    "read_header",
 ]
 
 FORMAT = 1
 MAX_HEADER = 64 << 10
+HEAD_BYTES = 4096
+"""First bytes of an entry that hold its header in all but odd cases; those of a record or an anchor take 1 KiB."""
 
 _MAGIC = b"KVCMASEN"
 _FIXED = struct.Struct("<8sHHIQQQ24s")
@@ -156,21 +161,9 @@ def decode(buffer: Tensor, *, kind: EntryKind, owner: Owner, key: bytes | None =
         ForeignEntryError: they are, but of another kind, model, rank or key.
     """
     _check_buffer(buffer, _FIXED.size)
-    magic, version, reserved, header_size, size, payload_check, head_check, rest = _FIXED.unpack(_bytes(buffer, 64))
-    if magic != _MAGIC:
-        raise EntryError("the bytes do not begin as an entry does")
-    if version != FORMAT:
-        raise EntryError(f"the entry has format {version}. Known: {FORMAT}.")
-    payload = aligned(_FIXED.size + header_size)
-    if reserved or any(rest) or header_size > MAX_HEADER or not payload <= size <= buffer.numel():
-        raise EntryError(f"the entry's sizes ({header_size}, {size}) do not fit {buffer.numel()} bytes")
-    head = _bytes(buffer, payload)
-    if _head_checksum(head) != head_check:
-        raise EntryError("the entry's header is damaged")
-    try:
-        header = _DECODER.decode(head[_FIXED.size : _FIXED.size + header_size])
-    except msgspec.MsgspecError as error:
-        raise EntryError(f"the entry's header is malformed: {error}") from error
+    header, payload, size, payload_check = _read_head(lambda n: _bytes(buffer, n), buffer.numel())
+    if size > buffer.numel():
+        raise EntryError(f"the entry takes {size} bytes, and {buffer.numel()} are there")
     if header.kind is not kind or header.owner != owner or (key is not None and header.key != key):
         # Cut: what the header says may be 64 KiB long, and goes into a log.
         raise ForeignEntryError(
@@ -183,6 +176,44 @@ def decode(buffer: Tensor, *, kind: EntryKind, owner: Owner, key: bytes | None =
     if _payload_checksum(buffer[payload:size]) != payload_check:
         raise EntryError("the entry's payload is damaged")
     return Entry(header, {place.name: _view(buffer, place) for place in places})
+
+
+def read_header(head: bytes) -> Header:
+    """The header of the entry whose first bytes are ``head``. The payload, wherever it ends, is not looked at.
+
+    Raises:
+        EntryError: these are not the first bytes of an entry of a known format, they are damaged, or too few.
+    """
+    return _read_head(lambda n: head[:n], len(head)).header
+
+
+class _Head(NamedTuple):
+    header: Header
+    payload: int
+    size: int
+    payload_check: int
+
+
+def _read_head(first: Callable[[int], bytes], there: int) -> _Head:
+    """Everything in front of the payload; ``first(n)`` gives the first ``n`` of ``there`` bytes."""
+    if there < _FIXED.size:
+        raise EntryError(f"{there} bytes are too few for an entry; at least {_FIXED.size} are needed")
+    magic, version, reserved, header_size, size, payload_check, head_check, rest = _FIXED.unpack(first(_FIXED.size))
+    if magic != _MAGIC:
+        raise EntryError("the bytes do not begin as an entry does")
+    if version != FORMAT:
+        raise EntryError(f"the entry has format {version}. Known: {FORMAT}.")
+    payload = aligned(_FIXED.size + header_size)
+    if reserved or any(rest) or header_size > MAX_HEADER or payload > min(size, there):
+        raise EntryError(f"the entry's sizes ({header_size}, {size}) do not fit each other, or {there} bytes")
+    head = first(payload)
+    if _head_checksum(head) != head_check:
+        raise EntryError("the entry's header is damaged")
+    try:
+        header = _DECODER.decode(head[_FIXED.size : _FIXED.size + header_size])
+    except msgspec.MsgspecError as error:
+        raise EntryError(f"the entry's header is malformed: {error}") from error
+    return _Head(header, payload, size, payload_check)
 
 
 def _view(buffer: Tensor, place: Place) -> Tensor:

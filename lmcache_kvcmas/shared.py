@@ -47,10 +47,12 @@ class SharedTier(Protocol):
     def put(self, needed: Needed, blob: memoryview, release: Callable[[], None]) -> None:
         """Queue an entry; ``release`` is called once its bytes are not needed any more, in any case."""
 
-    def read(self, wanted: Sequence[Needed], allocate: Callable[[int, int], memoryview | None]) -> list[bool] | None:
+    def read(
+        self, wanted: Sequence[Needed], allocate: Callable[[int, int], memoryview | None]
+    ) -> list[bool | None] | None:
         """Read entries in one batch into the memory that ``allocate(index, size)`` gives; which of them were read.
 
-        None if the tier did not answer in time.
+        None if the tier did not answer in time, for all of them or for one: it may hold what it did not come to.
         """
 
     def remove(self, needed: Needed) -> None:

@@ -126,9 +126,10 @@ class EntryStore(Protocol):
         """The entry, its checksums verified, brought into memory from disk if need be. None is a miss."""
 
     def prefetch(self, wanted: Sequence[Needed]) -> "NotHad":
-        """Bring entries from the shared tier into memory, in one batch; returns those that no tier gave.
+        """Bring entries from the shared tier into memory, in order and in batches; returns those that no tier gave.
 
-        Takes one of the shared tier's time-outs at most: not for the critical path.
+        Ends with the first batch that gets no answer, so a dead tier costs one of its time-outs, and a slow one its
+        time-out for each batch: not for the critical path.
         """
 
     def share(self, entry: Needed) -> bool:

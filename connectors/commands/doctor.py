@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lmcache_kvcmas.config import Settings
 from lmcache_kvcmas.connectors.commands.catalogue import remove_names
-from lmcache_kvcmas.connectors.commands.opened import NO_REDIS, patient, server_clocks
+from lmcache_kvcmas.connectors.commands.opened import NO_REDIS, patient
 from lmcache_kvcmas.connectors.commands.shown import age, size
 from lmcache_kvcmas.connectors.redis_client import Cause, RedisClient, RedisUnavailable
 from lmcache_kvcmas.connectors.redis_settings import PREFIX, RedisSettings
@@ -154,9 +154,9 @@ def _changed(settings: Any, default: Any, without: tuple[str, ...] = ()) -> list
 
 
 def _memory(budget: int) -> Line:
-    from lmcache_kvcmas.connectors.lmcache_open import _available_bytes
+    from lmcache_kvcmas.connectors.lmcache_open import available_bytes
 
-    there = _available_bytes()
+    there = available_bytes()
     if there is None:
         return Line("warn", "memory", f"max_local_cpu_size is {size(budget)}", "what is available is not known here")
     text = f"max_local_cpu_size is {size(budget)} a rank, {size(there)} are available"
@@ -225,7 +225,7 @@ def _persistence(info: dict[str, int | str]) -> Line:
 
 
 def _clocks(client: RedisClient) -> Iterator[Line]:
-    drift = max((clock - time.time() for clock in server_clocks(client)), key=abs)
+    drift = max((clock - time.time() for clock in client.clocks()), key=abs)
     text = f"{abs(drift):.3f} s {'ahead of' if drift > 0 else 'behind'} this machine's"
     if abs(drift) > _DRIFT:
         yield Line("warn", "clock", text, "run NTP: nodes order anchors by their clocks")

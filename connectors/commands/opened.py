@@ -1,6 +1,6 @@
 """The shared tier that an LMCache file names, for tools that look at it from outside."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,18 +44,3 @@ def open_redis(file: Path | None) -> Iterator[Opened]:
 def patient(settings: RedisSettings) -> RedisClient:
     """A client that gives a batch 10 s, where an engine's gives it ``timeout_ms``."""
     return RedisClient(replace(settings, timeout_ms=max(settings.timeout_ms, _PATIENCE_MS)))
-
-
-def server_clocks(client: RedisClient) -> list[float]:
-    """Seconds since 1970, by each server's clock."""
-    clocks = []
-    for node in client._calls.nodes():
-        seconds, micros = client._calls.on(node, ("TIME",))
-        clocks.append(int(seconds) + int(micros) / 1e6)
-    return clocks
-
-
-def remove_members(client: RedisClient, pool: bytes, members: Sequence[bytes]) -> None:
-    """Takes members out of a pool."""
-    if members:
-        client._calls.each([pool], lambda _: [("ZREM", pool, *members)], write=True)

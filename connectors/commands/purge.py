@@ -24,11 +24,10 @@ from lmcache_kvcmas.connectors.commands.catalogue import (
     remove_names,
     warm_name,
 )
-from lmcache_kvcmas.connectors.commands.opened import open_redis, remove_members
+from lmcache_kvcmas.connectors.commands.opened import open_redis
 from lmcache_kvcmas.connectors.commands.shown import plain_table, size
 from lmcache_kvcmas.connectors.redis_client import RedisClient
-from lmcache_kvcmas.entries import EntryKind, Header
-from lmcache_kvcmas.entry_head import HEAD_BYTES, read_header
+from lmcache_kvcmas.entries import HEAD_BYTES, EntryKind, Header, read_header
 from lmcache_kvcmas.errors import EntryError
 from lmcache_kvcmas.tenants import tenant_mark, tenant_name
 
@@ -230,7 +229,7 @@ def remove(client: RedisClient, removal: Removal, tick: Callable[[int], object] 
     for name, fields in removal.fields:
         client.hash_remove(name, fields)
     for pool, members in removal.members:
-        remove_members(client, pool, members)
+        client.set_remove(pool, members)
     for kind in _ORDER:
         removed += remove_names(client, by_kind[kind], tick)
     return removed

@@ -24,12 +24,11 @@ from lmcache_kvcmas.connectors.commands.catalogue import (
     remove_names,
     sized_batches,
 )
-from lmcache_kvcmas.connectors.commands.opened import open_redis, remove_members
+from lmcache_kvcmas.connectors.commands.opened import open_redis
 from lmcache_kvcmas.connectors.commands.shown import plain_table, size
 from lmcache_kvcmas.connectors.redis_client import RedisClient
 from lmcache_kvcmas.connectors.redis_names import EntryName, model_mark
-from lmcache_kvcmas.entries import EntryKind, decode
-from lmcache_kvcmas.entry_head import read_header
+from lmcache_kvcmas.entries import EntryKind, decode, read_header
 from lmcache_kvcmas.errors import EntryError
 from lmcache_kvcmas.factors import Factors
 from lmcache_kvcmas.keys import KEY_BYTES
@@ -216,7 +215,7 @@ def mend(client: RedisClient, verdict: Verdict) -> tuple[int, int]:
     names = [*verdict.incomplete, *(d.name for d in verdict.damaged if d.name not in pools)]
     removed = remove_names(client, list(dict.fromkeys(names)))
     for pool, members in verdict.dangling.items():
-        remove_members(client, pool, members)
+        client.set_remove(pool, members)
     return removed, sum(map(len, verdict.dangling.values()))
 
 

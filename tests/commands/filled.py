@@ -19,8 +19,7 @@ from lmcache_kvcmas.connectors.redis_client import RedisClient
 from lmcache_kvcmas.connectors.redis_names import Names, model_mark
 from lmcache_kvcmas.connectors.redis_settings import RedisSettings
 from lmcache_kvcmas.edges import EdgeBook
-from lmcache_kvcmas.entries import EntryKind, Meta, Owner, TensorSpec
-from lmcache_kvcmas.entry_head import read_header
+from lmcache_kvcmas.entries import EntryKind, Meta, Owner, TensorSpec, read_header
 from lmcache_kvcmas.factors import Factors
 from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.learner import named

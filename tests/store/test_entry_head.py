@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lmcache_kvcmas.entries import EntryKind, Owner, decode, encode_into
-from lmcache_kvcmas.entry_head import HEAD_BYTES, read_header
+from lmcache_kvcmas.entries import HEAD_BYTES, EntryKind, Owner, decode, encode_into, read_header
 from lmcache_kvcmas.errors import EntryError
 
 
