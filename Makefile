@@ -1,9 +1,9 @@
-# setup | demo | test | lint | bench. The first of them sets up what is missing in .venv, once.
+# setup | demo | nodes | test | soak | lint | bench. The first of them sets up what is missing in .venv, once.
 PYTHON ?= python3
 BIN    := .venv/bin
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo nodes test soak lint bench clean
 .DELETE_ON_ERROR:
 
 setup: .venv/.ready $(MODEL)/config.json
@@ -23,13 +23,23 @@ $(MODEL)/config.json: examples/smollm2.py | .venv/.ready
 demo: setup
 	$(BIN)/python examples/demo.py --model $(MODEL) --out out
 
-# The tests want a real redis-server; everything else goes without.
+nodes: setup
+	sh tests/install_redis.sh
+	$(BIN)/python examples/two_nodes.py --model $(MODEL)
+
+# The tests want a real redis-server.
 test: setup
 	sh tests/install_redis.sh
 	$(BIN)/python -m pytest
 
+# Half an hour of mixed traffic on a Redis that fails at random; `make test` has a minute of it.
+soak: setup
+	sh tests/install_redis.sh
+	KVCMAS_SOAK_SECONDS=1800 $(BIN)/python -m pytest -s tests/redis/test_soak.py
+
 bench: setup
 	$(BIN)/python examples/bench.py --model $(MODEL) --out out
+	$(BIN)/python examples/bench_store.py --out out
 
 # mypy wants the folders where the package has them: a tree of links gives it that.
 lint: .venv/.ready

@@ -31,6 +31,8 @@ class EntryPolicy:
 
     def expect(self, key: Any, kind: EntryKind) -> None:
         """Say what the entry is that is put under ``key`` next."""
+        if len(self._kinds) > 2 * self._held() + 1000:
+            self._kinds = {name: kind for name, kind in self._kinds.items() if self._holds(name)}
         self._kinds[key] = kind
 
     def init_mutable_mapping(self) -> OrderedDict[Any, Any]:
@@ -74,13 +76,23 @@ class EntryPolicy:
                 if len(found) == num_candidates:
                     break
         for key in gone:
-            self.update_on_force_evict(key)
+            self._forget(key)  # not its kind: it may be about to be put again
         return found
 
+    @property
+    def _orders(self) -> tuple[OrderedDict[Any, None], ...]:
+        return self._deltas, self._once, self._often, self._others
+
     def _in_order(self) -> Iterable[Any]:
-        for order in (self._deltas, self._once, self._often, self._others):
+        for order in self._orders:
             yield from order
 
+    def _held(self) -> int:
+        return sum(len(order) for order in self._orders)
+
+    def _holds(self, key: Any) -> bool:
+        return any(key in order for order in self._orders)
+
     def _forget(self, key: Any) -> None:
-        for order in (self._deltas, self._once, self._often, self._others):
+        for order in self._orders:
             order.pop(key, None)

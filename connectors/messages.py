@@ -115,7 +115,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lost: set[bytes] = field(default_factory=set)
     """Keys that this node's tiers hold no more."""
     prefetched: dict[str, "Prefetched"] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    """By rank, since its start: not every rank has something to say in every step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -128,10 +129,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         prefetched = dict(self.prefetched)
         for request, part in other.prefetched.items():
             prefetched[request] = prefetched[request].joined(part) if request in prefetched else part
-        counts = {
-            name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in self.counts.keys() | other.counts
-        }
-        return WorkerReport(outcomes, anchors, self.lost | other.lost, prefetched, counts)
+        return WorkerReport(outcomes, anchors, self.lost | other.lost, prefetched, self.counts | other.counts)
 
 
 @dataclass

@@ -82,6 +82,7 @@ class SchedulerSide:
         self._versions: Counter[tuple[str, Edge]] = Counter()
         self._work = StepWork()
         self._complaints: set[str] = set()
+        self._worker_counts: dict[int, dict[str, int]] = {}
         self.counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self.set_nested(False)  # until the workers say otherwise
@@ -188,9 +189,10 @@ class SchedulerSide:
         for edge, count in report.anchors.items():
             self._anchors[edge] = count
             self._versions[edge] += 1
-        # Workers count from their start on.
-        for name, count in report.counts.items():
-            self.counts[f"worker.{name}"] = count
+        if report.counts:
+            self._worker_counts |= report.counts
+            for name, count in sum(map(Counter, self._worker_counts.values()), Counter()).items():
+                self.counts[f"worker.{name}"] = count
         for name, prefetched in report.prefetched.items():
             self._prefetched(name, prefetched)
         if report.lost and self._neighbours is not None:

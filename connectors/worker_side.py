@@ -123,9 +123,10 @@ class WorkerSide:
         self._outcomes, self._lost = {}, set()
         if not (report.outcomes or report.anchors or report.lost or report.prefetched):
             return None
-        report.counts = dict(self.counts) | {f"learner.{k}": v for k, v in self.learner.counts.items()}
+        counts = dict(self.counts) | {f"learner.{k}": v for k, v in self.learner.counts.items()}
         if self.store.shared is not None:
-            report.counts |= {f"shared.{k}": v for k, v in self.store.shared.counts.items()}
+            counts |= {f"shared.{k}": v for k, v in self.store.shared.counts.items()}
+        report.counts = {get_tp_group().rank_in_group: counts}
         return report
 
     def hear(self, news: News) -> None:

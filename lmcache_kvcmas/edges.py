@@ -86,7 +86,8 @@ class EdgeBook:
         evicted = known.pool.add(anchor)
         if stored:
             known.keys[id(anchor)] = key
-        if evicted is not None and (old := known.keys.pop(id(evicted), None)) is not None:
+        old = known.keys.pop(id(evicted), None) if evicted is not None else None
+        if old is not None and old not in known.keys.values():  # the same lesson twice is two anchors of one key
             known.unshared.discard(old)
             self._store.remove(old)
         self._list(tenant, edge, known)
@@ -111,8 +112,12 @@ class EdgeBook:
         wanted = [key for key in members[-self._max_anchors :] if key not in held]
         self._store.prefetch([Needed(key, EntryKind.ANCHOR) for key in wanted])
         new = {key: anchor for key in wanted if (anchor := self._read_anchor(key)) is not None}
-        own = [key for key in held if key in known.unshared]
-        order = [key for key in members if key in held or key in new] + [key for key in own if key not in members]
+        alone = [key for key in held if key not in members]
+        # A pool that is not full has lost what is missing in it (a server that was restarted empty); a full one has
+        # given it up.
+        kept = [key for key in alone if key not in known.unshared and len(members) < self._max_anchors]
+        own = [key for key in alone if key in known.unshared]
+        order = [*kept, *(key for key in members if key in held or key in new), *own]
         order = order[-self._max_anchors :]
         fitting = _alike([(key, held.get(key) or new[key]) for key in order])
         if {key for key, _ in fitting} == set(held):

@@ -12,16 +12,16 @@ JUDGED = (Judged(10, 90, EDGE, 0.03, 4, True, "accepted"),)
 
 
 def test_what_one_rank_could_not_give_the_request_does_not_have() -> None:
-    fine = WorkerReport({"r": Outcome(JUDGED), "only here": Outcome()}, {("t", EDGE): 3}, {b"x"}, {}, {"loads": 1})
+    fine = WorkerReport({"r": Outcome(JUDGED), "only here": Outcome()}, {("t", EDGE): 3}, {b"x"}, {}, {0: {"loads": 1}})
     failed = WorkerReport(
-        {"r": Outcome(JUDGED, 40, "missing_entry")}, {("t", EDGE): 2}, {b"y"}, {}, {"loads": 1, "saves": 2}
+        {"r": Outcome(JUDGED, 40, "missing_entry")}, {("t", EDGE): 2}, {b"y"}, {}, {1: {"loads": 1, "saves": 2}}
     )
     for report in (fine.aggregate(failed), failed.aggregate(fine)):
         assert report.outcomes["r"] == Outcome(JUDGED, 40, "missing_entry")
         assert report.outcomes["only here"] == Outcome()
         assert report.anchors == {("t", EDGE): 2}, "ready when it is ready on all ranks"
         assert report.lost == {b"x", b"y"}
-        assert report.counts == {"loads": 2, "saves": 2}
+        assert report.counts == {0: {"loads": 1}, 1: {"loads": 1, "saves": 2}}, "added up by whoever knows all ranks"
 
 
 def test_a_prefetch_is_done_when_all_ranks_have_spoken() -> None:

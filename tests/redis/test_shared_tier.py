@@ -2,69 +2,24 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from redis import Redis
 from redis_server import RedisServer
+from shared_world import EDGE, KEYS, MODEL, TENANT, World, anchor, base, holds, plain, put, record, wait_for
 
-from lmcache_kvcmas.anchors import Anchor, Caches
-from lmcache_kvcmas.connectors.journal import Journal
-from lmcache_kvcmas.connectors.lmcache_config import load_lmcache_config
-from lmcache_kvcmas.connectors.lmcache_open import StoreShape, open_store
-from lmcache_kvcmas.connectors.lmcache_store import LMCacheStore
 from lmcache_kvcmas.connectors.redis_client import RedisClient
-from lmcache_kvcmas.connectors.redis_names import EntryName, Names
+from lmcache_kvcmas.connectors.redis_names import EntryName
 from lmcache_kvcmas.connectors.redis_settings import RedisSettings
 from lmcache_kvcmas.connectors.redis_trim import trim
-from lmcache_kvcmas.edges import EdgeBook
-from lmcache_kvcmas.entries import EntryKind, Owner, TensorSpec
+from lmcache_kvcmas.entries import EntryKind
 from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.manifest import Needed
-from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.shared import News, PoolNews, RecordNews
-from lmcache_kvcmas.spans import Edge, Piece
 from lmcache_kvcmas.store import NotHad
-
-MODEL, TENANT = "a model", "t"
-KEYS = KeySpace(MODEL, TENANT)
-EDGE = Edge("solver", "critic", 0)
-SIZE = 3 << 20
-
-
-class World:
-    """Nodes on one server."""
-
-    def __init__(self, folder: Path, server: RedisServer) -> None:
-        self.folder, self.server = folder, server
-        self._open = ExitStack()
-
-    def store(self, name: str, rank: int = 0, size: int = 1, cpu: float = 0.05, **redis: object) -> LMCacheStore:
-        file = self.folder / f"{name}{rank}.yaml"
-        plugin = {"url": self.server.url, "timeout_ms": 2000} | redis
-        extra = "".join(f"  remote_storage_plugin.kvcmas.{k}: {v}\n" for k, v in plugin.items())
-        text = f"chunk_size: 16\nmax_local_cpu_size: {cpu}\nremote_storage_plugins: [kvcmas]\nextra_config:\n{extra}"
-        file.write_text(text)
-        shape = StoreShape(layers=3, kv_heads=2, head_dim=8, dtype=torch.float32)
-        store = open_store(load_lmcache_config(str(file)), Owner(MODEL, rank, size), shape, name)
-        self._open.callback(store.close)
-        return store
-
-    def journal(self, name: str, size: int = 1, told: Callable[[News], None] | None = None) -> Journal:
-        client = RedisClient(RedisSettings(self.server.url, timeout_ms=2000))
-        journal = Journal(client, Names("kvcmas", Owner(MODEL, 0, size)), name, 100, told=told)
-        self._open.callback(journal.close)
-        return journal
-
-    def book(self, store: LMCacheStore, capacity: int = 4) -> EdgeBook:
-        return EdgeBook(store, lambda t: KeySpace(MODEL, t), "attention", capacity, torch.device("cpu"))
-
-    def close(self) -> None:
-        self._open.close()
 
 
 @pytest.fixture
@@ -72,47 +27,6 @@ def world(tmp_path: Path, server: RedisServer) -> Iterator[World]:
     made = World(tmp_path, server)
     yield made
     made.close()
-
-
-def plain(world: World) -> Redis:
-    return Redis.from_url(world.server.url)
-
-
-def put(store: LMCacheStore, key: bytes, kind: EntryKind = EntryKind.BASE, value: int = 5, size: int = SIZE) -> None:
-    room = store.reserve(key, kind, {"x": TensorSpec((size,), torch.uint8)}, {})
-    assert room is not None
-    room.tensors["x"].fill_(value)
-    assert room.commit()
-
-
-def holds(store: LMCacheStore, key: bytes, kind: EntryKind = EntryKind.BASE, value: int = 5) -> bool:
-    lease = store.get(key, kind)
-    if lease is None:
-        return False
-    with lease:
-        return bool((lease.tensors["x"] == value).all())
-
-
-def base(n: int) -> bytes:
-    return KEYS.base(bytes([n]))
-
-
-def record(*chunks: bytes, n: int = 0) -> Record:
-    pieces = tuple(Piece(16 * i, 16 * i + 16, chunk, 0) for i, chunk in enumerate(chunks))
-    return Record(KEYS.record(bytes([n])), np.arange(16 * len(chunks), dtype=np.int32), 8, pieces, salt=TENANT)
-
-
-def anchor(seed: int) -> Anchor:
-    g = torch.Generator().manual_seed(seed)
-    k, v, dk, dv = torch.randn(4, 3, 40, 16, generator=g)
-    return Anchor.learn(Caches(k, v), Caches(dk, dv), rank=4)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def test_what_one_node_stores_another_prefetches(world: World) -> None:
@@ -274,6 +188,21 @@ def test_what_was_learned_while_redis_was_away_gets_there(world: World) -> None:
     assert len(other.ready(TENANT, EDGE).pool) == 1
 
 
+def test_a_server_that_was_emptied_does_not_empty_pools(world: World) -> None:
+    store = world.store("first")
+    book = world.book(store)
+    for n in range(3):
+        book.learn(TENANT, EDGE, anchor(n))
+    assert store.flush(10)
+    plain(world).flushall()
+    book.learn(TENANT, EDGE, anchor(3))
+    assert store.flush(10)
+    assert store.shared is not None
+    assert store.shared.members(KEYS.pool(EDGE)) != []
+    book.refresh(TENANT, EDGE)
+    assert len(book.ready(TENANT, EDGE).pool) == 4
+
+
 def test_useful_anchors_stay(world: World) -> None:
     """Attention mass decides: an old anchor that predictions lean on outlives a newer one that they ignore."""
     store = world.store("first")
@@ -372,3 +301,12 @@ def test_a_full_queue_drops_and_says_so(world: World) -> None:
     world.server.go_on()
     assert store.flush(10)
     assert store.stats().leased == 0
+
+
+def test_the_same_lesson_twice_is_two_anchors_of_one_entry(world: World) -> None:
+    """When one of the two has to go, the entry stays for the other."""
+    store = world.store("first")
+    book = world.book(store, capacity=2)
+    for seed in (0, 0, 1):
+        book.learn(TENANT, EDGE, anchor(seed))
+    assert len(world.book(store, capacity=2).ready(TENANT, EDGE).pool) == 2
