@@ -38,11 +38,12 @@ def evaluate(
     rank: Annotated[int, typer.Option(min=1, max=256, help="rank of anchors and oracle")] = 32,
     head: Annotated[int, typer.Option(min=0, max=1024, help="tokens of a run that are recomputed")] = 32,
     chain: Annotated[str | None, typer.Option(help="also a chain of agents, as planner:solver:critic")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="all (also those of other papers), or NAME,NAME; default: ours and the oracle")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="write summary and rows here")] = None,
 ) -> None:
     """Measure every method against dense prefill, on a real model, without an engine."""
-    from lmcache_kvcmas.evaluate.command import run_command
-    from lmcache_kvcmas.evaluate.run import EvaluateSettings
 
     edges = []
     for text in edge or []:
@@ -50,8 +51,13 @@ def evaluate(
         if not colon or not source or not destination or ":" in destination:
             raise typer.BadParameter(f"{text!r} is not source:destination", param_hint="--edge")
         edges.append((source, destination))
-    settings = EvaluateSettings(tuple(edges), anchors, rank, head)
     try:
+        from lmcache_kvcmas.evaluate.command import run_command
+        from lmcache_kvcmas.evaluate.methods import method_names
+        from lmcache_kvcmas.evaluate.run import EvaluateSettings
+
+        names = method_names([] if methods is None else [name.strip() for name in methods.split(",")])
+        settings = EvaluateSettings(tuple(edges), anchors, rank, head, names)
         run_command(model, roles, contexts, settings, tuple(chain.split(":")) if chain else (), json)
     except KVCMASError as error:
         typer.secho(f"kvcmas: {error}", fg="red", err=True)

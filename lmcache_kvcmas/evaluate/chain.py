@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..predict import Predictor, build_predictor
+from .cases import answers_of, case_of
 from .methods import Predicted
-from .run import Progress, answers_of, case_of
+from .run import Progress
 from .runs import DenseRuns
 from .workload import Context
 

@@ -34,6 +34,16 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=False):
     """Mean of true error behind the head ÷ ê."""
     ehat_rank_correlation: float | None
     """Spearman's, of ê with the true error."""
+    recompute: float
+    """Recomputed tokens x layers ÷ those of the run."""
+    state_bytes: float
+    """Kept for the edge and a run, beyond the source's cache."""
+    reference_prefills: float
+    """Prefills of the context that only this method needs."""
+    accepted: float
+    """Share of transitions that its gate let pass; 1 where it has none."""
+    accuracy: float | None = None
+    """Of answers to a task; None where there is no task."""
 
 
 class ChainSummary(msgspec.Struct, frozen=True):
@@ -56,7 +66,7 @@ def _summary(rows: Sequence[Row], none: dict[tuple[str, str], Row]) -> Summary:
     edges = list(dict.fromkeys(r.edge for r in rows))
     below = [none[r.edge, r.context] for r in rows]
     ratios = [_mean(rows, edge, "kl") / _mean(below, edge, "kl") for edge in edges]
-    judged = [(r.tail_error, r.ehat) for r in rows if r.ehat]
+    judged = [(r.tail_error, r.ehat) for r in rows if r.ehat and r.gate == "accepted"]
     return Summary(
         kl=fmean(r.kl for r in rows),
         kl_ci=bootstrap([r.kl for r in rows]),
@@ -70,6 +80,10 @@ def _summary(rows: Sequence[Row], none: dict[tuple[str, str], Row]) -> Summary:
         ehat=fmean(e for _, e in judged) if judged else None,
         error_over_ehat=fmean(t / e for t, e in judged) if judged else None,
         ehat_rank_correlation=rank_correlation(*zip(*judged, strict=True)) if len(judged) > 2 else None,
+        recompute=fmean(r.recompute for r in rows),
+        state_bytes=fmean(r.state_bytes for r in rows),
+        reference_prefills=fmean(r.reference_prefills for r in rows),
+        accepted=fmean(r.gate == "accepted" for r in rows),
     )
 
 
@@ -116,7 +130,11 @@ def tables(rows: Sequence[Row], chain: Sequence[ChainRow]) -> RenderableType:
     shown.append(
         "KL: 1e-3 nats to dense, over the teacher-forced tokens of dense's own answer; ÷ none: against rotation only, "
         "with its 95% interval. res K, V: share of the delta's energy that is left. "
-        "ê: the error that the method itself expects; error ÷ ê: the true one against it."
+        "ê: the error that the method itself expects; error ÷ ê: the true one against it. "
+        "recomp.: tokens x layers that are recomputed ÷ those of the run; MiB: kept for the edge and a run, beyond the "
+        "source's cache; refs: prefills of the context that only this method needs (oracle, graphflow, kamera: the "
+        "pair was prefilled densely once before); acc.: share that the method's gate let pass, 1 without a gate; what "
+        "it refuses is dense."
     )
     if chain:
         shown.append(_chain_table(summarise_chain(chain)))
@@ -136,6 +154,10 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
         "res V": lambda s: f"{s.res_v:.2f}",
         "ê": lambda s: "" if s.ehat is None else f"{s.ehat:.4f}",
         "error ÷ ê": lambda s: "" if s.error_over_ehat is None else f"{s.error_over_ehat:.2f}",
+        "recomp.": lambda s: f"{s.recompute:.2f}",
+        "MiB": lambda s: f"{s.state_bytes / 2**20:.1f}",
+        "refs": lambda s: f"{s.reference_prefills:.0f}",
+        "acc.": lambda s: f"{s.accepted:.2f}",
     }
     table.add_column("method")
     for name in columns:

@@ -1,12 +1,11 @@
 """Every method on every test context of every edge."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..anchors import Caches
-from ..predict import PREDICTORS, Predictor, build_predictor
-from .measures import AnswerErrors, answer_errors, cache_errors
-from .methods import Case, Method, Outcome, default_methods, place
+from .cases import Case, Examples, answers_of, case_of, rotated
+from .measures import cache_errors
+from .methods import DEFAULT_METHODS, Method, build_methods
 from .runs import ANSWER_TOKENS, DenseRuns
 from .workload import Context
 
@@ -17,6 +16,8 @@ class EvaluateSettings:
     anchors: int = 10
     rank: int = 32
     head: int = 32
+    methods: tuple[str, ...] = DEFAULT_METHODS
+    """`method_names` of what was asked for: `none` is among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,17 @@ class Row:
     res_k: float
     res_v: float
     ehat: float | None
+    recompute: float
+    """Recomputed tokens x layers ÷ the run's tokens x layers."""
+    state_bytes: int
+    """Kept for the edge and this run, beyond the source's cache."""
+    reference_prefills: int
+    """Prefills of this context that only this method needs."""
+    gate: str
+    """"accepted" (also of methods without a gate), or "dense": refused and prefilled densely."""
 
+
+__all__ = ["ANSWER_TOKENS", "EvaluateSettings", "Progress", "Row", "answers_of", "case_of", "evaluate", "units"]
 
 Progress = Callable[[str], None]
 """Told what is about to be done, once a unit of work: ``units`` says how many there are."""
@@ -54,7 +65,7 @@ def evaluate(
     progress: Progress = lambda what: None,
 ) -> list[Row]:
     """Rows of all methods, edge by edge and context by context."""
-    methods = default_methods(settings.rank) if methods is None else methods
+    methods = build_methods(settings.methods, settings.rank) if methods is None else methods
     rows = []
     for source, destination in settings.edges:
         edge = f"{source}:{destination}"
@@ -63,43 +74,20 @@ def evaluate(
             progress(f"{edge} anchor {context.id}")
             runs.run(source, context), runs.run(destination, context)
         pool = runs.pool(source, destination, anchors, settings.rank)
-        predictors = {name: build_predictor(name, pool) for name in PREDICTORS}
+        examples = Examples(runs, source, destination, anchors, pool)
+        predictors = examples.predictors()
+        learned = [method.learned(examples) for method in methods]
         for context in runs.workload.tests:
             progress(f"{edge} {context.id}")
-            case = case_of(runs, destination, context, runs.free(source, context), predictors)
-            rows += _rows(runs, edge, destination, context, case, methods)
+            rows += _rows(runs, edge, destination, context, examples.case(context, predictors), learned)
     return rows
-
-
-def case_of(
-    runs: DenseRuns, destination: str, context: Context, source: Caches, predictors: Mapping[str, Predictor]
-) -> Case:
-    """The transition from ``source``, a position-free cache of the context's run, to the destination agent."""
-    return Case(
-        model=runs.model,
-        source=source,
-        prefix=runs.prefix(destination),
-        run=runs.prompt(destination, context).run,
-        head=runs.head(destination, context),
-        predictors=predictors,
-        dense=runs.run(destination, context),
-    )
-
-
-def answers_of(runs: DenseRuns, destination: str, context: Context, outcomes: Sequence[Outcome]) -> list[AnswerErrors]:
-    """What the model says on top of each outcome, against dense. One batch: the caches differ, the tokens do not."""
-    answer = runs.answer(destination, context)
-    forced = [*runs.prompt(destination, context).suffix, *answer.tokens[:-1]]
-    prefix = runs.prefix(destination)
-    logps = runs.model.compare([prefix.then(o.run) for o in outcomes], forced, ANSWER_TOKENS)
-    return [answer_errors(logp, answer.logp) for logp in logps]
 
 
 def _rows(
     runs: DenseRuns, edge: str, destination: str, context: Context, case: Case, methods: Sequence[Method]
 ) -> list[Row]:
     outcomes = [method.apply(case) for method in methods]
-    none = place(case, [(None, None)] * case.source.k.shape[0], head=False)
+    none = rotated(case)
     answers = answers_of(runs, destination, context, outcomes)
     rows = []
     for method, outcome, said in zip(methods, outcomes, answers, strict=True):
@@ -118,6 +106,10 @@ def _rows(
                 res_k=held.res_k,
                 res_v=held.res_v,
                 ehat=outcome.ehat,
+                recompute=outcome.recompute,
+                state_bytes=outcome.state_bytes,
+                reference_prefills=outcome.reference_prefills,
+                gate="accepted" if outcome.accepted else "dense",
             )
         )
     return rows

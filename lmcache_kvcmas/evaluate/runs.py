@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from ..anchors import Anchor, AnchorPool, Caches
@@ -34,6 +35,7 @@ class DenseRuns:
         self.run = lru_cache(None)(self._run)
         self.answer = lru_cache(None)(self._answer)
         self.head = lru_cache(None)(self._exact_head)
+        self.alone = lru_cache(None)(self._alone)
 
     def _prompt(self, role: str, context: Context) -> Prompt:
         if role not in self.workload.roles:
@@ -57,17 +59,29 @@ class DenseRuns:
         past = self.prefix(role).then(self.run(role, context))
         return Answer(*self.model.greedy(past, self.prompt(role, context).suffix, ANSWER_TOKENS))
 
+    def _alone(self, context: Context) -> Caches:
+        run = self.prompt(next(iter(self.workload.roles)), context).run
+        return self.model.release(self.model.extend(None, run)[0], 0)
+
     def free(self, role: str | None, context: Context) -> Caches:
         """Position-free cache of the run behind the role's prefix; with no role, of the run prefilled alone."""
         if role is None:
-            run = self.prompt(next(iter(self.workload.roles)), context).run
-            return self.model.release(self.model.extend(None, run)[0], 0)
+            return self.alone(context)
         return self.model.release(self.run(role, context), self.prefix(role).tokens)
 
-    def pool(self, source: str | None, destination: str, contexts: tuple[Context, ...], rank: int) -> AnchorPool:
-        """An edge's pool, as it learns from dense prefills of both agents."""
+    def pool(
+        self,
+        source: str | None,
+        destination: str,
+        contexts: tuple[Context, ...],
+        rank: int,
+        keep: int = 256,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> AnchorPool:
+        """An edge's pool, as it learns from dense prefills of both agents: ``keep`` tokens of each, in ``dtype``."""
         pool = AnchorPool(max(1, len(contexts)))
         for context in contexts:
             base, target = self.free(source, context), self.free(destination, context)
-            pool.add(Anchor.learn(base, Caches(target.k - base.k, target.v - base.v), rank))
+            delta = Caches(target.k - base.k, target.v - base.v)
+            pool.add(Anchor.learn(base, delta, rank, keep=keep, dtype=dtype))
         return pool

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 from measured_rows import EDGES, Measured
+from tiny_model import WORKLOAD as TINY_WORKLOAD
+from tiny_model import write_tiny_model
 
 from lmcache_kvcmas.evaluate.chain import ChainRow, evaluate_chain
 from lmcache_kvcmas.evaluate.dense import DenseModel
@@ -29,3 +31,16 @@ def measured(runs: DenseRuns) -> Measured:
 def chain(runs: DenseRuns, measured: Measured) -> list[ChainRow]:
     """planner → solver → critic → reflector, on the same contexts (dense caches are there already)."""
     return evaluate_chain(runs, ["planner", "solver", "critic", "reflector"], anchors=10)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> DenseRuns:
+    """Dense runs of a model that takes milliseconds."""
+    return DenseRuns(DenseModel(tiny_folder), TINY_WORKLOAD)

@@ -75,6 +75,8 @@ def test_the_json_file_and_the_table(runs: DenseRuns, model: Path, tmp_path: Pat
 
 def test_help_does_not_load_torch() -> None:
     """`kvcmas --help` must answer at once."""
-    code = "import sys, lmcache_kvcmas.connectors.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, lmcache_kvcmas.connectors.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert CliRunner().invoke(app, ["evaluate", "--help"]).exit_code == 0

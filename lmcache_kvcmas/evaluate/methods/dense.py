@@ -1,0 +1,16 @@
+"""Full prefill: no reuse at all."""
+
+from dataclasses import dataclass
+
+from ..cases import Case, Outcome
+from .base import Untaught
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Untaught):
+    """What everything is compared with; its row shows what the comparison's rounding amounts to."""
+
+    name: str = "dense"
+
+    def apply(self, case: Case) -> Outcome:
+        return Outcome(case.dense, recompute=1.0)
