@@ -212,9 +212,9 @@ class SchedulerSide:
         missing = known.waiting.missing
         came = {n.key for n in entries_of(p for s in known.offered.spans for p in s.pieces)} - missing
         self._neighbours.held(came)
+        known.waiting = None
         if missing:
             self._go_on(known, missing, "missing")
-        known.waiting = None
 
     def _go_on(self, known: _Request, missing: set[bytes], why: str) -> None:
         """Offer what stands in front of the first entry that did not come."""

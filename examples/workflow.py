@@ -6,16 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmcache_kvcmas.workflow import Turn, agent_prompt
+
 WORKLOAD = Path(__file__).parent / "workload"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One agent's turn in a workflow, and what it leaves for the others."""
-
-    agent: str
-    heading: str
-    """Stands in front of the agent's output in the context of those that follow."""
 
 
 TURNS = (
@@ -39,12 +32,7 @@ class Roles:
 
     def prompt(self, tokenizer: Any, agent: str, context: str, outputs: Sequence[tuple[Turn, str]] = ()) -> list[int]:
         """Tokens of an agent's prompt: its role, the context and what others have said about it, its instruction."""
-        said = "".join(f"\n\n{turn.heading}\n{text}" for turn, text in outputs)
-        messages = [
-            {"role": "system", "content": self.roles[agent]},
-            {"role": "user", "content": context + said + self.instructions[agent]},
-        ]
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return agent_prompt(tokenizer, self.roles[agent], context, outputs, self.instructions[agent])
 
     def around(self, tokenizer: Any, agent: str) -> tuple[list[int], list[int]]:
         """Tokens in front of and behind the context in an agent's prompt, for contexts given in tokens."""

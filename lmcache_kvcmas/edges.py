@@ -15,14 +15,14 @@ from blake3 import blake3
 from torch import Tensor
 
 from lmcache_kvcmas.anchors import Anchor, AnchorPool
-from lmcache_kvcmas.entries import EntryKind, TensorSpec
+from lmcache_kvcmas.entries import EntryKind
 from lmcache_kvcmas.errors import EntryError
 from lmcache_kvcmas.keys import KEY_BYTES, KeySpace
 from lmcache_kvcmas.manifest import Needed
 from lmcache_kvcmas.predict import Predictor, build_predictor
 from lmcache_kvcmas.shared import PoolNews
 from lmcache_kvcmas.spans import Edge
-from lmcache_kvcmas.store import EntryStore
+from lmcache_kvcmas.store import EntryStore, put
 
 KeysOf = Callable[[str], KeySpace]
 """The keys of a tenant."""
@@ -82,7 +82,7 @@ class EdgeBook:
         for name in sorted(tensors):
             content.update(tensors[name].cpu().flatten().view(torch.uint8).numpy().tobytes())
         key = keys.anchor(content.digest())
-        stored = self._put(key, EntryKind.ANCHOR, tensors, edge)
+        stored = put(self._store, key, EntryKind.ANCHOR, tensors, edge._asdict())
         evicted = known.pool.add(anchor)
         if stored:
             known.keys[id(anchor)] = key
@@ -225,7 +225,7 @@ class EdgeBook:
         names = [known.keys[id(a)] for a in known.pool.anchors if id(a) in known.keys]
         if names:
             listed = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
-            self._put(self._keys_of(tenant).pool(edge), EntryKind.POOL, {"anchors": listed}, edge)
+            put(self._store, self._keys_of(tenant).pool(edge), EntryKind.POOL, {"anchors": listed}, edge._asdict())
 
     def _share(self, tenant: str, edge: Edge, known: _Known, key: bytes) -> None:
         shared = self._store.shared
@@ -241,15 +241,6 @@ class EdgeBook:
 
         news = PoolNews(tenant, edge, len(known.pool.anchors))
         shared.join(news, self._keys_of(tenant).pool(edge), key, self._max_anchors, done)
-
-    def _put(self, key: bytes, kind: EntryKind, tensors: dict[str, Tensor], edge: Edge) -> bool:
-        specs = {name: TensorSpec.of(t) for name, t in tensors.items()}
-        room = self._store.reserve(key, kind, specs, edge._asdict())
-        if room is None:
-            return False
-        for name, tensor in tensors.items():
-            room.tensors[name].copy_(tensor)
-        return room.commit()
 
 
 def _alike(anchors: list[tuple[bytes, Anchor]]) -> list[tuple[bytes, Anchor]]:

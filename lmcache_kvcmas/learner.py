@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lmcache_kvcmas.edges import EdgeBook
-from lmcache_kvcmas.entries import EntryKind, TensorSpec
+from lmcache_kvcmas.entries import EntryKind
 from lmcache_kvcmas.factors import Factors
 from lmcache_kvcmas.hot import HotRun
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.lessons import Stretch, anchor_of, delta_factors
 from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.spans import Edge
-from lmcache_kvcmas.store import EntryStore
+from lmcache_kvcmas.store import EntryStore, put
 
 _NICENESS = 10  # about a tenth of a core beside a busy engine, all of one beside an idle one
 _PREPARE_EVERY = 2.0  # seconds; a busy edge costs a predictor that often, not one a lesson
@@ -170,14 +170,8 @@ class Learner:
     def _compress(self, task: Compress) -> str:
         delta_k, delta_v = delta_factors(task.run, task.roots, self._rope, self._rank)
         tensors = named(delta_k, delta_v)
-        room = self._store.reserve(
-            task.key, EntryKind.DELTA, {name: TensorSpec.of(t) for name, t in tensors.items()}, task.edge._asdict()
-        )
-        if room is None:
-            return "no_room"
-        for name, tensor in tensors.items():
-            room.tensors[name].copy_(tensor)
-        return "compressed" if room.commit() else "no_room"
+        stored = put(self._store, task.key, EntryKind.DELTA, tensors, task.edge._asdict())
+        return "compressed" if stored else "no_room"
 
     def _learn(self, task: Learn) -> str:
         anchor = anchor_of(task.run, task.source, self._rope, self._rank, self._keep, task.offset)

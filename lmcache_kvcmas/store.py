@@ -154,3 +154,13 @@ class EntryStore(Protocol):
 
     def close(self) -> None:
         """Ends within 5 seconds. Afterwards everything is a miss; open leases stay valid."""
+
+
+def put(store: EntryStore, key: bytes, kind: EntryKind, tensors: Mapping[str, Tensor], meta: Meta) -> bool:
+    """Store finished tensors as an entry. True if the store now holds the key; False if there was no room."""
+    room = store.reserve(key, kind, {name: TensorSpec.of(t) for name, t in tensors.items()}, meta)
+    if room is None:
+        return False
+    for name, tensor in tensors.items():
+        room.tensors[name].copy_(tensor)
+    return room.commit()
