@@ -37,6 +37,10 @@ def evaluate(
     anchors: Annotated[int, typer.Option(min=1, max=1000, help="anchors of an edge")] = 10,
     rank: Annotated[int, typer.Option(min=1, max=256, help="rank of anchors and oracle")] = 32,
     head: Annotated[int, typer.Option(min=0, max=1024, help="tokens of a run that are recomputed")] = 32,
+    fraction: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="share of a run that is recomputed beside the head, where it is least sure"),
+    ] = 0.05,
     chain: Annotated[str | None, typer.Option(help="also a chain of agents, as planner:solver:critic")] = None,
     methods: Annotated[
         str | None, typer.Option(help="all (also those of other papers), or NAME,NAME; default: ours and the oracle")
@@ -53,11 +57,11 @@ def evaluate(
         edges.append((source, destination))
     try:
         from lmcache_kvcmas.evaluate.command import run_command
-        from lmcache_kvcmas.evaluate.methods import method_names
+        from lmcache_kvcmas.evaluate.methods import Knobs, method_names
         from lmcache_kvcmas.evaluate.run import EvaluateSettings
 
         names = method_names([] if methods is None else [name.strip() for name in methods.split(",")])
-        settings = EvaluateSettings(tuple(edges), anchors, rank, head, names)
+        settings = EvaluateSettings(tuple(edges), anchors, Knobs(rank, head, fraction), names)
         run_command(model, roles, contexts, settings, tuple(chain.split(":")) if chain else (), json)
     except KVCMASError as error:
         typer.secho(f"kvcmas: {error}", fg="red", err=True)

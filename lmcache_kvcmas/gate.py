@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from .choose import except_rows
 from .predict.base import LayerPrediction
 
 DEFAULT_THETA = 0.048
@@ -42,26 +43,37 @@ class Reliability:
     ``ê² = mean over layers >= 1 and K, V of Σ_t spread_t / Σ_t ‖B_t‖²``, over the tokens that are not recomputed.
     """
 
-    def __init__(self, layers: int, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros(layers, 2, 2, device=device)
+    def __init__(self, layers: int, tokens: int, device: torch.device | str = "cpu") -> None:
+        self._terms = torch.zeros(layers, 2, 2, tokens, device=device)
 
-    def add(self, layer: int, prediction: LayerPrediction, k: Tensor, v: Tensor, start: int = 0) -> None:
-        """Add a layer's prediction for base rows ``k, v [T, C]``; rows before ``start`` are recomputed, not judged."""
+    def add(self, layer: int, prediction: LayerPrediction, k: Tensor, v: Tensor) -> None:
+        """Add a layer's prediction for base rows ``k, v [T, C]``."""
         if prediction.spread_k is None or prediction.spread_v is None:
             return
-        row = self._sums[layer]
-        row[0, 0] += prediction.spread_k[start:].sum()
-        row[0, 1] += k[start:].float().square().sum()
-        row[1, 0] += prediction.spread_v[start:].sum()
-        row[1, 1] += v[start:].float().square().sum()
+        for terms, spread, base in zip(
+            self._terms[layer], (prediction.spread_k, prediction.spread_v), (k, v), strict=True
+        ):
+            terms[0] = spread
+            terms[1] = base.float().square().sum(1)
 
-    def sums(self) -> Tensor:
-        """fp32 ``[L, 2 (K, V), 2 (spread, energy)]``. Ranks that share the heads add theirs up before ``ehat_of``."""
-        return self._sums
+    def doubts(self) -> Tensor:
+        """fp32 ``[T]``: what each token adds to ê². Ranks that share the heads add theirs up."""
+        energy = self._terms[:, :, 1].sum(2)
+        judged = energy > 0
+        doubts: Tensor = (self._terms[:, :, 0][judged] / energy[judged][:, None]).sum(0)
+        return doubts
 
-    @property
-    def ehat(self) -> float:
-        return ehat_of(self._sums)
+    def sums(self, computed: Tensor | None = None) -> Tensor:
+        """fp32 ``[L, 2 (K, V), 2 (spread, energy)]`` of all rows but ``computed``.
+
+        Ranks that share the heads add theirs up before ``ehat_of``.
+        """
+        if computed is None:
+            return self._terms.sum(3)
+        return self._terms[..., except_rows(self._terms.shape[3], computed, self._terms.device)].sum(3)
+
+    def ehat(self, computed: Tensor | None = None) -> float:
+        return ehat_of(self.sums(computed))
 
 
 def ehat_of(sums: Tensor) -> float:

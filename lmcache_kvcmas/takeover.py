@@ -61,7 +61,7 @@ def predict(
     offsets = torch.arange(span.offset, span.offset + span.end - span.start, device=device)
     cos, sin = rope.span(span.start, span.end)
     bound = predictor.bind(lambda layer: whole.free(rope, layer), offsets)
-    reliability = Reliability(layers, device)
+    reliability = Reliability(layers, span.end - span.start, device)
     masses = []
     for layer in range(layers):
         k, v = whole.free(rope, layer)

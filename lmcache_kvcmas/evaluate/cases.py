@@ -1,18 +1,17 @@
 """One transition from a source agent's cache to a destination agent's: what a method is given, and what it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 
-from ..anchors import AnchorPool, Caches
+from ..anchors import Anchor, AnchorPool, Caches
 from ..kernels.correct import correct
-from ..predict import PREDICTORS, Predictor, build_predictor
-from .dense import Active, DenseModel
+from ..predict import Predictor, build_predictor
+from .dense import Active, Answer, DenseModel
 from .measures import AnswerErrors, answer_errors
-from .runs import ANSWER_TOKENS, DenseRuns
-from .workload import Context
 
 _BATCH = 9  # caches compared at a time: twenty of a long run would need gigabytes
 
@@ -20,30 +19,53 @@ Deltas = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
 """One layer after another: what is added to position-free keys and to values, fp32 ``[T, C]``, or None for nothing."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One transition: everything that a method may use, and the dense truth that only an oracle may look at.
 
     Methods that keep something of this very run from an earlier dense prefill (``Outcome.reference_prefills`` says so)
-    take it from ``dense`` too; so does everyone who falls back.
+    take it from ``dense`` too; so does everyone who falls back. Whatever costs a forward is computed when asked for.
     """
 
     model: DenseModel
     source: Caches
     """Position-free cache of the run, as the source agent's really is."""
     prefix: Active
-    """The destination's own prefix, exact."""
+    """What stands in front of the run at the destination."""
     run: list[int]
-    head: Active
-    """The run's first tokens, recomputed exactly."""
-    predictors: Mapping[str, Predictor]
-    """Of this edge, by name."""
-    dense: Active
-    """The truth: the run as dense prefill of the destination gives it."""
-    alone: Callable[[], Caches]
-    """Position-free cache of the run prefilled with nothing in front, computed when asked for."""
+    suffix: list[int]
+    """What follows the run in the destination's prompt."""
+    dense_of: Callable[[], Active]
+    head_of: Callable[[int], Active]
+    alone_of: Callable[[], Caches]
+    answer_of: Callable[[], Answer]
+    offset: int = 0
+    """Tokens between the start of the edge's slot and the run."""
     source_prefix: Active | None = None
     """What stands in front of the run at the source; None where that is not known."""
+
+    @property
+    def dense(self) -> Active:
+        """The truth: the run as the model computes it behind the prefix."""
+        return self.dense_of()
+
+    def head(self, tokens: int) -> Active:
+        """The run's first ``tokens``, recomputed exactly; all of a run of at most 64."""
+        return self.head_of(min(tokens, len(self.run)) if len(self.run) > 64 else len(self.run))
+
+    @property
+    def answer(self) -> Answer:
+        """What the destination says when all of its prompt is dense."""
+        return self.answer_of()
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int64 ``[T]``: the ``t`` of the predictors."""
+        return torch.arange(self.offset, self.offset + len(self.run))
+
+    def alone(self) -> Caches:
+        """Position-free cache of the run prefilled with nothing in front."""
+        return self.alone_of()
 
 
 class Outcome(NamedTuple):
@@ -59,62 +81,53 @@ class Outcome(NamedTuple):
     """Prefills of this very context that only this method needs: alone, or once densely at the destination."""
     accepted: bool = True
     """False: the method's own gate refused, and the run was prefilled densely."""
+    computed: torch.Tensor | None = None
+    """int64, rows that went through all layers; ê speaks of the others."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Examples:
-    """An edge's anchor contexts, and the dense runs of both agents on them."""
+    """Transitions of one edge that methods learn from, and what the product learns from them: shared by its methods."""
 
-    runs: DenseRuns
-    source: str
-    destination: str
-    contexts: tuple[Context, ...]
-    pool: AnchorPool
-    """What the product learns from them."""
+    cases: tuple[Case, ...]
+    rank: int = 32
+    keep: int = 256
 
-    def predictors(self) -> dict[str, Predictor]:
-        return {name: build_predictor(name, self.pool) for name in PREDICTORS}
+    @cached_property
+    def pool(self) -> AnchorPool:
+        return pool_of(self.cases, self.rank, self.keep)
 
-    def case(self, context: Context, predictors: Mapping[str, Predictor]) -> Case:
-        """The edge's transition on ``context``."""
-        source = self.runs.free(self.source, context)
-        return case_of(self.runs, self.destination, context, source, predictors, self.source)
+    @cached_property
+    def predictor(self) -> Callable[[str], Predictor]:
+        """The pool's predictor of a name, built once."""
+        return cache(lambda name: build_predictor(name, self.pool))
 
 
-def case_of(
-    runs: DenseRuns,
-    destination: str,
-    context: Context,
-    source: Caches,
-    predictors: Mapping[str, Predictor],
-    role: str | None = None,
-) -> Case:
-    """The transition from ``source``, a position-free cache of the context's run (``role``'s), to the destination."""
-    return Case(
-        model=runs.model,
-        source=source,
-        prefix=runs.prefix(destination),
-        run=runs.prompt(destination, context).run,
-        head=runs.head(destination, context),
-        predictors=predictors,
-        dense=runs.run(destination, context),
-        alone=lambda: runs.alone(context),
-        source_prefix=None if role is None else runs.prefix(role),
-    )
+def pool_of(
+    cases: Sequence[Case], rank: int = 32, keep: int = 256, dtype: torch.dtype = torch.bfloat16, alone: bool = False
+) -> AnchorPool:
+    """The pool that dense prefills of both agents give: ``keep`` tokens of each run, in ``dtype``. With ``alone``, of
+    the differences to the run prefilled with nothing in front."""
+    pool = AnchorPool(max(1, len(cases)))
+    for case in cases:
+        base, target = case.alone() if alone else case.source, case.model.release(case.dense, case.prefix.tokens)
+        delta = Caches(target.k - base.k, target.v - base.v)
+        pool.add(Anchor.learn(base, delta, rank, keep, case.offset, dtype))
+    return pool
 
 
-def answers_of(runs: DenseRuns, destination: str, context: Context, outcomes: Sequence[Outcome]) -> list[AnswerErrors]:
+def answers_of(case: Case, outcomes: Sequence[Outcome]) -> list[AnswerErrors]:
     """What the model says on top of each outcome, against dense. In batches: the caches differ, the tokens do not."""
-    answer = runs.answer(destination, context)
-    forced = [*runs.prompt(destination, context).suffix, *answer.tokens[:-1]]
-    pasts = [runs.prefix(destination).then(o.run) for o in outcomes]
+    answer = case.answer
+    forced = [*case.suffix, *answer.tokens[:-1]]
+    pasts = [case.prefix.then(o.run) for o in outcomes]
     batches = (pasts[i : i + _BATCH] for i in range(0, len(pasts), _BATCH))
-    logps = (logp for batch in batches for logp in runs.model.compare(batch, forced, ANSWER_TOKENS))
+    logps = (logp for batch in batches for logp in case.model.compare(batch, forced, len(answer.tokens)))
     return [answer_errors(logp, answer.logp) for logp in logps]
 
 
-def place(case: Case, deltas: Deltas, head: bool, base: Caches | None = None) -> Active:
-    """Move a run behind the destination's prefix, a delta added to each layer, the head replaced.
+def place(case: Case, deltas: Deltas, head: int = 0, base: Caches | None = None) -> Active:
+    """Move a run behind the destination's prefix, a delta added to each layer, ``head`` tokens recomputed.
 
     ``base`` is a position-free cache of the run: the source's, if none is given.
     """
@@ -124,17 +137,15 @@ def place(case: Case, deltas: Deltas, head: bool, base: Caches | None = None) ->
     layers = zip(*base, deltas, strict=True)
     moved = [correct(case.model.rope, k, v, dk, dv, cos, sin) for k, v, (dk, dv) in layers]
     run = Active(torch.stack([k for k, _ in moved]), torch.stack([v for _, v in moved]))
-    return case.head.then(run.rows(case.head.tokens, run.tokens)) if head else run
+    if not head:
+        return run
+    exact = case.head(head)
+    return exact.then(run.rows(exact.tokens, run.tokens))
 
 
 def rotated(case: Case) -> Active:
     """The source's run, moved and nothing else."""
-    return place(case, [(None, None)] * case.source.k.shape[0], head=False)
-
-
-def head_share(case: Case) -> float:
-    """``Outcome.recompute`` of a recomputed head."""
-    return min(case.head.tokens, case.dense.tokens) / case.dense.tokens
+    return place(case, [(None, None)] * case.source.k.shape[0])
 
 
 def refused(case: Case, state_bytes: int, reference_prefills: int = 0, ehat: float | None = None) -> Outcome:

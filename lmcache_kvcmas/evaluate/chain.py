@@ -1,19 +1,18 @@
 """A chain of agents, each taking over the cache that the one before it really had: how errors add up over hops."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..predict import Predictor, build_predictor
-from .cases import answers_of, case_of
+from .cases import Examples, answers_of
 from .methods import Predicted
 from .run import Progress
 from .runs import DenseRuns
 from .workload import Context
 
 MODES = ("uncorrected", "chained", "context-free")
-_NONE = Predicted("none", "none", False)
-_DEFAULT = Predicted("attention+head", "attention", True)
+_NONE = Predicted("none", "none")
+_DEFAULT = Predicted("attention+head", "attention", 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +48,27 @@ def evaluate_chain(
     """Rows of all modes, hop by hop. The gate is off: every hop is corrected, so that errors can add up."""
     learned = runs.workload.anchors[:anchors]
     contexts = runs.workload.tests if contexts is None else contexts
-    edges: list[tuple[dict[str, Predictor], dict[str, Predictor]]] = []
+    edges: list[tuple[Predicted, Predicted, Predicted]] = []
     for source, destination in pairwise(agents):
         for context in learned:
             progress(f"{source}:{destination} anchor {context.id}")
             runs.run(source, context), runs.run(destination, context)
-        pools = (runs.pool(s, destination, learned, rank) for s in (source, None))
-        of_edge, of_alone = ({n: build_predictor(n, p) for n in ("none", "attention")} for p in pools)
-        edges.append((of_edge, of_alone))
+        cases = tuple(runs.case(source, destination, context) for context in learned)
+        of_edge = Examples(cases, rank)
+        of_alone = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
+        edges.append((_NONE.learned(of_edge), _DEFAULT.learned(of_edge), _DEFAULT.learned(of_alone)))
     rows = []
     for context in contexts:
         raw = held = runs.free(agents[0], context)
         alone = runs.free(None, context)
-        for hop, ((source, destination), (of_edge, of_alone)) in enumerate(
-            zip(pairwise(agents), edges, strict=True), 1
-        ):
+        for hop, ((source, destination), methods) in enumerate(zip(pairwise(agents), edges, strict=True), 1):
             progress(f"hop {hop} {context.id}")
             start = runs.prefix(destination).tokens
-            outcomes = [
-                method.apply(case_of(runs, destination, context, cache, predictors))
-                for method, cache, predictors in (
-                    (_NONE, raw, of_edge),
-                    (_DEFAULT, held, of_edge),
-                    (_DEFAULT, alone, of_alone),
-                )
-            ]
+            case = runs.case(source, destination, context)
+            sources = (raw, held, alone)
+            outcomes = [m.apply(replace(case, source=cache)) for m, cache in zip(methods, sources, strict=True)]
             raw, held = (runs.model.release(o.run, start) for o in outcomes[:2])
-            for mode, outcome, said in zip(
-                MODES, outcomes, answers_of(runs, destination, context, outcomes), strict=True
-            ):
+            for mode, outcome, said in zip(MODES, outcomes, answers_of(case, outcomes), strict=True):
                 edge = f"{source}:{destination}"
                 rows.append(ChainRow(mode, hop, edge, context.id, said.kl, said.top1, outcome.ehat))
     return rows

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def run_command(
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"loading {model.name}", total=None)
-        runs = DenseRuns(DenseModel(model), workload, settings.head)
+        runs = DenseRuns(DenseModel(model), workload)
         total = units(runs, settings) + (chain_units(runs, chain, settings.anchors) if chain else 0)
         bar.update(task, total=total)
 
@@ -55,11 +54,11 @@ def run_command(
             bar.update(task, description=what, advance=1)
 
         rows = evaluate(runs, settings, progress=progress)
-        hops = evaluate_chain(runs, chain, settings.anchors, settings.rank, progress=progress) if chain else []
+        hops = evaluate_chain(runs, chain, settings.anchors, settings.knobs.rank, progress=progress) if chain else []
         bar.update(task, description="done")
     Console().print(tables(rows, hops))
     if out is not None:
-        out.write_text(json.dumps(document(str(model), asdict(settings), rows, hops), indent=1) + "\n", "utf-8")
+        out.write_text(json.dumps(document(str(model), settings.shown(), rows, hops), indent=1) + "\n", "utf-8")
 
 
 def _parent(path: Path) -> Path:

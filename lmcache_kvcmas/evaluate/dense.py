@@ -38,6 +38,14 @@ class Prompt(NamedTuple):
     suffix: list[int]
 
 
+class Answer(NamedTuple):
+    """A continuation of a prompt."""
+
+    tokens: list[int]
+    logp: Tensor
+    """fp32 ``[n, V]``: what each token was chosen from."""
+
+
 _MARK = "\u2042context\u2042"
 
 

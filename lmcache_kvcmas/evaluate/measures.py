@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..choose import except_rows
 from .dense import Active
 
 
@@ -18,7 +19,7 @@ class CacheErrors(NamedTuple):
     kv_error: float
     """Relative error: sqrt of the mean over layers and K, V of ‖err‖² ÷ ‖dense‖²."""
     tail_error: float
-    """The same, for the tokens behind the head: what ê estimates."""
+    """The same, for the tokens that were not recomputed: what ê estimates."""
 
 
 class AnswerErrors(NamedTuple):
@@ -30,13 +31,14 @@ class AnswerErrors(NamedTuple):
     """Whether both would choose the same token everywhere."""
 
 
-def cache_errors(run: Active, none: Active, dense: Active, head: int) -> CacheErrors:
-    """Compare ``run`` with ``dense``; ``none`` is the run under rotation only, ``head`` where its tail begins."""
+def cache_errors(run: Active, none: Active, dense: Active, computed: Tensor | None = None) -> CacheErrors:
+    """Compare ``run`` with ``dense``; ``none`` is the run under rotation only, ``computed`` what ê leaves out."""
     error = torch.stack([_energy(run.k - dense.k), _energy(run.v - dense.v)])
     delta = torch.stack([_energy(none.k - dense.k), _energy(none.v - dense.v)])
     whole = torch.stack([_energy(dense.k), _energy(dense.v)])
     res = (error.sum(2) / delta.sum(2).clamp_min(1e-30)).mean(1)
-    tails = error[..., head:].sum(2) / whole[..., head:].sum(2).clamp_min(1e-30)
+    left = except_rows(run.tokens, computed)
+    tails = error[..., left].sum(2) / whole[..., left].sum(2).clamp_min(1e-30)
     return CacheErrors(
         float(res[0]),
         float(res[1]),

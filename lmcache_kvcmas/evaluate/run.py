@@ -1,23 +1,28 @@
 """Every method on every test context of every edge."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from .cases import Case, Examples, answers_of, case_of, rotated
+from .cases import Case, Examples, answers_of, rotated
 from .measures import cache_errors
-from .methods import DEFAULT_METHODS, Method, build_methods
-from .runs import ANSWER_TOKENS, DenseRuns
-from .workload import Context
+from .methods import DEFAULT_METHODS, Knobs, Method, build_methods
+from .runs import DenseRuns
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
     edges: tuple[tuple[str, str], ...]
     anchors: int = 10
-    rank: int = 32
-    head: int = 32
+    knobs: Knobs = field(default_factory=Knobs)
     methods: tuple[str, ...] = DEFAULT_METHODS
     """`method_names` of what was asked for: `none` is among them."""
+
+    def shown(self) -> dict[str, Any]:
+        """All of them, flat."""
+        flat = asdict(self)
+        knobs: dict[str, Any] = flat.pop("knobs")
+        return flat | knobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,6 @@ class Row:
     """"accepted" (also of methods without a gate), or "dense": refused and prefilled densely."""
 
 
-__all__ = ["ANSWER_TOKENS", "EvaluateSettings", "Progress", "Row", "answers_of", "case_of", "evaluate", "units"]
-
 Progress = Callable[[str], None]
 """Told what is about to be done, once a unit of work: ``units`` says how many there are."""
 
@@ -65,7 +68,7 @@ def evaluate(
     progress: Progress = lambda what: None,
 ) -> list[Row]:
     """Rows of all methods, edge by edge and context by context."""
-    methods = build_methods(settings.methods, settings.rank) if methods is None else methods
+    methods = build_methods(settings.methods, settings.knobs) if methods is None else methods
     rows = []
     for source, destination in settings.edges:
         edge = f"{source}:{destination}"
@@ -73,29 +76,25 @@ def evaluate(
         for context in anchors:
             progress(f"{edge} anchor {context.id}")
             runs.run(source, context), runs.run(destination, context)
-        pool = runs.pool(source, destination, anchors, settings.rank)
-        examples = Examples(runs, source, destination, anchors, pool)
-        predictors = examples.predictors()
+        examples = Examples(tuple(runs.case(source, destination, c) for c in anchors), settings.knobs.rank)
         learned = [method.learned(examples) for method in methods]
         for context in runs.workload.tests:
             progress(f"{edge} {context.id}")
-            rows += _rows(runs, edge, destination, context, examples.case(context, predictors), learned)
+            rows += _rows(edge, context.id, runs.case(source, destination, context), learned)
     return rows
 
 
-def _rows(
-    runs: DenseRuns, edge: str, destination: str, context: Context, case: Case, methods: Sequence[Method]
-) -> list[Row]:
+def _rows(edge: str, context: str, case: Case, methods: Sequence[Method]) -> list[Row]:
     outcomes = [method.apply(case) for method in methods]
     none = rotated(case)
-    answers = answers_of(runs, destination, context, outcomes)
+    answers = answers_of(case, outcomes)
     rows = []
     for method, outcome, said in zip(methods, outcomes, answers, strict=True):
-        held = cache_errors(outcome.run, none, case.dense, case.head.tokens)
+        held = cache_errors(outcome.run, none, case.dense, outcome.computed)
         rows.append(
             Row(
                 edge=edge,
-                context=context.id,
+                context=context,
                 method=method.name,
                 tokens=case.dense.tokens,
                 kl=said.kl,

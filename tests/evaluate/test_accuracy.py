@@ -8,11 +8,10 @@ import torch
 from measured_rows import Measured
 
 from lmcache_kvcmas.evaluate.chain import ChainRow
+from lmcache_kvcmas.evaluate.cases import Examples
 from lmcache_kvcmas.evaluate.measures import rank_correlation
 from lmcache_kvcmas.evaluate.methods import Oracle, Predicted
-from lmcache_kvcmas.evaluate.run import ANSWER_TOKENS, case_of
-from lmcache_kvcmas.evaluate.runs import DenseRuns
-from lmcache_kvcmas.predict import build_predictor
+from lmcache_kvcmas.evaluate.runs import ANSWER_TOKENS, DenseRuns
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -62,7 +61,7 @@ def test_the_default_threshold_lets_most_transitions_pass(measured: Measured) ->
 
 def test_every_method_is_measured_on_every_context(measured: Measured) -> None:
     """The head is exact, rotation only leaves all of the delta, and every figure is one."""
-    assert len({(r.edge, r.context, r.method) for r in measured.rows}) == len(measured.rows) == 3 * 10 * 9
+    assert len({(r.edge, r.context, r.method) for r in measured.rows}) == len(measured.rows) == 3 * 10 * 10
     for row in measured.rows:
         assert all(x == x and x >= 0 for x in (row.kl, row.top1, row.kv_error, row.res_k, row.res_v))
     assert all(r.res_k == r.res_v == 1 for r in measured.of("none"))
@@ -72,8 +71,8 @@ def test_every_method_is_measured_on_every_context(measured: Measured) -> None:
 def test_full_rank_true_delta_is_dense(runs: DenseRuns) -> None:
     """Nothing but the prediction may be approximate: with the true delta, logits are dense's. Measured 4e-5."""
     context = runs.workload.tests[0]
-    exact = Oracle("exact", head=False, rank=10_000, dtype=torch.float32)
-    case = case_of(runs, "critic", context, runs.free("solver", context), {})
+    exact = Oracle("exact", head=0, rank=10_000, dtype=torch.float32)
+    case = runs.case("solver", "critic", context)
     past = runs.prefix("critic").then(exact.apply(case).run)
     forced = [*runs.prompt("critic", context).suffix, *runs.answer("critic", context).tokens[:-1]]
     _, logits = runs.model.extend(past, forced, ANSWER_TOKENS)
@@ -85,12 +84,10 @@ def test_full_rank_true_delta_is_dense(runs: DenseRuns) -> None:
 def test_the_head_is_what_dense_prefill_gives(runs: DenseRuns) -> None:
     """Recomputing the first tokens on top of the exact prefix must leave no error in them. Measured 2e-5."""
     context = runs.workload.tests[0]
-    pool = runs.pool("solver", "critic", runs.workload.anchors[:2], 32)
-    case = case_of(
-        runs, "critic", context, runs.free("solver", context), {"attention": build_predictor("attention", pool)}
-    )
-    run = Predicted("attention+head", "attention", True).apply(case).run
-    assert case.head.tokens == 32
+    examples = Examples(tuple(runs.case("solver", "critic", c) for c in runs.workload.anchors[:2]))
+    case = runs.case("solver", "critic", context)
+    run = Predicted("attention+head", "attention", 32).learned(examples).apply(case).run
+    assert case.head(32).tokens == 32
     assert run.tokens == case.dense.tokens
     for ours, dense in zip(run.rows(0, 32), case.dense.rows(0, 32), strict=True):
         torch.testing.assert_close(ours, dense, atol=1e-3, rtol=0)

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lmcache_kvcmas.connectors.cli import app
+from lmcache_kvcmas.evaluate.methods import DEFAULT_METHODS
 from lmcache_kvcmas.evaluate.runs import DenseRuns
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "workload"
@@ -38,7 +39,7 @@ def test_mistakes_are_named(options: list[str], message: str, tmp_path: Path) ->
     assert message in " ".join(result.output.split())
 
 
-METHODS = ["none", "head", "paper", "paper+head", "mean+head", "attention", "attention+head", "oracle", "oracle+head"]
+METHODS = list(DEFAULT_METHODS)
 
 
 def test_the_json_file_and_the_table(runs: DenseRuns, model: Path, tmp_path: Path) -> None:

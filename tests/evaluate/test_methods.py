@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from lmcache_kvcmas.connectors.cli import app
 from lmcache_kvcmas.errors import ConfigError
-from lmcache_kvcmas.evaluate.cases import Case, Examples, Outcome, answers_of, rotated
+from lmcache_kvcmas.evaluate.cases import Case, Examples, Outcome, answers_of, pool_of, rotated
 from lmcache_kvcmas.evaluate.dense import Active
-from lmcache_kvcmas.evaluate.methods import DEFAULT_METHODS, METHODS, Method, Predicted, method_names
+from lmcache_kvcmas.evaluate.methods import DEFAULT_METHODS, METHODS, Knobs, Method, Predicted, method_names
 from lmcache_kvcmas.evaluate.methods.anchored import entropy_accepts
 from lmcache_kvcmas.evaluate.methods.cacheblend import CacheBlend
 from lmcache_kvcmas.evaluate.methods.dense import Dense
@@ -36,7 +36,7 @@ FULL = torch.float32
 
 
 def examples_of(tiny: DenseRuns, *contexts: Context) -> Examples:
-    return Examples(tiny, "solver", "critic", contexts, tiny.pool("solver", "critic", contexts, 32))
+    return Examples(tuple(tiny.case("solver", "critic", c) for c in contexts))
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def examples(tiny: DenseRuns) -> Examples:
 
 
 @pytest.fixture
-def case(examples: Examples) -> Case:
+def case(tiny: DenseRuns) -> Case:
     """The text that one anchor has seen: 90 tokens."""
-    return examples.case(SEEN, examples.predictors())
+    return tiny.case("solver", "critic", SEEN)
 
 
 def free(case: Case, run: Active) -> Case:
@@ -88,7 +88,7 @@ def test_an_anchor_of_the_very_context_restores_it(method: KVComm | KVCMAS, tiny
     channels, kept = 16, 4 if method.name == "kvcomm" else 2
     cache = 2 * LAYERS * 90 * channels
     assert outcome.state_bytes >= kept // 2 * 4 * cache
-    new = taught.apply(examples_of(tiny, TWIN, SHORT).case(NEW, {}))
+    new = taught.apply(tiny.case("solver", "critic", NEW))
     assert new.accepted
     assert (new.run.k - tiny.run("critic", NEW).k).abs().max() > 0.01
 
@@ -121,7 +121,7 @@ def test_kvcmas_keeps_low_rank_and_whole_length(tiny: DenseRuns, examples: Examp
 def test_the_entropy_gate(tiny: DenseRuns, case: Case) -> None:
     """By hand: p = softmax(−d) over the anchors that are long enough; more than γ·log2(n) bits is too much."""
     values = case.source.v
-    pool = tiny.pool("solver", "critic", (TWIN, LONG, LONGER, SHORT), WHOLE, WHOLE, FULL)
+    pool = pool_of(examples_of(tiny, TWIN, LONG, LONGER, SHORT).cases, WHOLE, WHOLE, FULL)
     anchors = pool.anchors
     d = [float((values - tiny.free("solver", c).v[:, :90]).double().norm()) for c in (TWIN, LONG, LONGER)]
     p = [math.exp(-x) / sum(math.exp(-y) for y in d) for x in d]
@@ -133,24 +133,24 @@ def test_the_entropy_gate(tiny: DenseRuns, case: Case) -> None:
     assert not entropy_accepts(values, [anchors[0], anchors[0]], 0.99)
 
 
-@pytest.mark.parametrize("method", [KVComm(), KVCMAS(), Gated("g", Predicted("a", "attention", True), theta=-1.0)])
+@pytest.mark.parametrize("method", [KVComm(), KVCMAS(), Gated("g", Predicted("a", "attention", 32), theta=-1.0)])
 def test_what_a_gate_refuses_is_dense_and_costs_dense(
     method: KVComm | KVCMAS | Gated, tiny: DenseRuns, case: Case
 ) -> None:
     """Two anchors alike say nothing about which of them is right; no ê is below a θ of -1."""
     twins = examples_of(tiny, TWIN, replace(TWIN, id="b") if not isinstance(method, Gated) else LONG)
-    outcome = method.learned(twins).apply(replace(case, predictors=twins.predictors()))
+    outcome = method.learned(twins).apply(case)
     assert_same(outcome.run, case.dense, atol=0)
     assert (outcome.recompute, outcome.accepted) == (1, False)
     assert outcome.state_bytes > 0
 
 
 def test_an_open_gate_changes_nothing(examples: Examples, case: Case) -> None:
-    inner = Predicted("attention+head", "attention", True)
+    inner = Predicted("attention+head", "attention", 32)
     gated = Gated("g", inner, theta=1e9).learned(examples).apply(case)
     plain = inner.learned(examples).apply(case)
     assert_same(gated.run, plain.run, atol=0)
-    assert gated[1:] == plain[1:]
+    assert gated[1:-1] == plain[1:-1]
     assert plain.recompute == 32 / 90
     assert plain.state_bytes == sum(a.nbytes for a in examples.pool.anchors)
 
@@ -192,15 +192,12 @@ def test_droidspeak_recomputes_one_group_from_the_sources_hidden_states(case: Ca
         DroidSpeak(first=1).apply(replace(case, source_prefix=None))
 
 
-def test_droidspeak_chooses_the_group_that_serves_the_anchors_best(examples: Examples, tiny: DenseRuns) -> None:
+def test_droidspeak_chooses_the_group_that_serves_the_anchors_best(examples: Examples) -> None:
     chosen = DroidSpeak(share=0.5).learned(examples)
     assert isinstance(chosen, DroidSpeak)
     kls = []
     for first in range(3):
-        said = [
-            answers_of(tiny, "critic", c, [DroidSpeak(share=0.5, first=first).apply(examples.case(c, {}))])[0].kl
-            for c in (TWIN, SHORT, LONG)
-        ]
+        said = [answers_of(c, [DroidSpeak(share=0.5, first=first).apply(c)])[0].kl for c in examples.cases[:3]]
         kls.append(sum(said))
     assert chosen.first == min(range(3), key=kls.__getitem__)
 
@@ -247,9 +244,11 @@ def test_kamera_is_nearer_the_higher_its_rank(case: Case) -> None:
 
 
 def test_none_recomputes_and_keeps_nothing(examples: Examples, case: Case) -> None:
-    outcome = METHODS["none"](32).learned(examples).apply(case)
+    outcome = METHODS["none"](Knobs()).learned(examples).apply(case)
     assert_same(outcome.run, rotated(case), atol=0)
-    assert outcome == Outcome(outcome.run)
+    assert outcome[:-1] == Outcome(outcome.run)[:-1]
+    assert outcome.computed is not None
+    assert not len(outcome.computed)
 
 
 @pytest.mark.parametrize("method", [KVComm(), KVCMAS(), DroidSpeak(), RelayCaching()], ids=lambda m: m.name)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lmcache_kvcmas.errors import UnsupportedModelError
 from lmcache_kvcmas.evaluate import partial
-from lmcache_kvcmas.evaluate.cases import Case, case_of, rotated
+from lmcache_kvcmas.evaluate.cases import Case, rotated
 from lmcache_kvcmas.evaluate.dense import Active
 from lmcache_kvcmas.evaluate.partial import PartialRun, entering, partial_run
 from lmcache_kvcmas.evaluate.runs import DenseRuns
@@ -15,7 +15,7 @@ from lmcache_kvcmas.evaluate.runs import DenseRuns
 
 @pytest.fixture
 def case(tiny: DenseRuns) -> Case:
-    return case_of(tiny, "critic", SEEN, tiny.free("solver", SEEN), {}, "solver")
+    return tiny.case("solver", "critic", SEEN)
 
 
 def over(case: Case, run: Active) -> PartialRun:
@@ -116,7 +116,7 @@ def test_rows_that_were_let_go_do_not_come_back(case: Case) -> None:
 
 def test_a_model_that_does_more_between_layers_is_refused(tiny: DenseRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """As some scale their embeddings: silently different caches would be blamed on the methods."""
-    case = case_of(tiny, "critic", NEW, tiny.free("solver", NEW), {})
+    case = tiny.case("solver", "critic", NEW)
     decoder = case.model.model.get_decoder()
     inside = decoder.forward
 

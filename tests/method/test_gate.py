@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lmcache_kvcmas.choose import choose
 from lmcache_kvcmas.gate import Reason, Reliability, decide, ehat_of
 from lmcache_kvcmas.predict import LayerPrediction
 
@@ -15,19 +16,40 @@ def prediction(spread_k: float, spread_v: float, tokens: int = 10) -> LayerPredi
 
 def test_ehat_is_its_formula() -> None:
     """ê² = mean over layers >= 1 and K, V of Σ spread / Σ ‖B‖²."""
-    reliability = Reliability(3)
+    reliability = Reliability(3, 10)
     k, v = torch.ones(10, 4), 2 * torch.ones(10, 4)
     reliability.add(0, LayerPrediction(), k, v)
     reliability.add(1, prediction(0.4, 1.6), k, v)
     reliability.add(2, prediction(0.8, 3.2), k, v)
-    assert math.isclose(reliability.ehat, math.sqrt((0.1 + 0.1 + 0.2 + 0.2) / 4), rel_tol=1e-6)
+    assert math.isclose(reliability.ehat(), math.sqrt((0.1 + 0.1 + 0.2 + 0.2) / 4), rel_tol=1e-6)
 
 
 def test_recomputed_rows_are_not_judged() -> None:
     spread = torch.tensor([100.0] * 4 + [0.4] * 6)
-    reliability = Reliability(2)
-    reliability.add(1, LayerPrediction(None, None, spread, spread, None), torch.ones(10, 4), torch.ones(10, 4), start=4)
-    assert math.isclose(reliability.ehat, math.sqrt(0.1), rel_tol=1e-6)
+    reliability = Reliability(2, 10)
+    reliability.add(1, LayerPrediction(None, None, spread, spread, None), torch.ones(10, 4), torch.ones(10, 4))
+    assert math.isclose(reliability.ehat(torch.arange(4)), math.sqrt(0.1), rel_tol=1e-6)
+
+
+def test_doubts_are_each_tokens_part_of_ehat() -> None:
+    """What is chosen to be recomputed is what ê is made of: doubts add up to ê² times the number of its terms."""
+    k, v = torch.ones(10, 4), 2 * torch.ones(10, 4)
+    spread = torch.arange(10.0)
+    reliability = Reliability(3, 10)
+    reliability.add(0, LayerPrediction(), k, v)
+    for layer in (1, 2):
+        reliability.add(layer, LayerPrediction(None, None, spread, 8 * spread, None), k, v)
+    doubts = reliability.doubts()
+    torch.testing.assert_close(doubts, 2 * spread / 40 + 2 * 8 * spread / 160)
+    assert math.isclose(float(doubts.sum()) / 4, reliability.ehat() ** 2, rel_tol=1e-6)
+    assert not Reliability(3, 10).doubts().any()
+
+
+@pytest.mark.parametrize(
+    ("count", "head", "rows"), [(2, 0, [1, 3]), (2, 2, [3, 4]), (9, 3, [3, 4]), (0, 0, []), (-1, 1, [])]
+)
+def test_the_largest_doubts_behind_the_head_are_chosen(count: int, head: int, rows: list[int]) -> None:
+    assert choose(torch.tensor([0.1, 0.9, 0.2, 0.7, 0.3]), count, head).tolist() == rows
 
 
 def test_ranks_agree_after_adding_their_sums() -> None:
@@ -36,20 +58,20 @@ def test_ranks_agree_after_adding_their_sums() -> None:
     spread = [torch.rand(10, generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     ranks = []
     for half in (0, 1):
-        one = Reliability(2)
+        one = Reliability(2, 10)
         part = k[:, 4 * half : 4 * half + 4]
         one.add(1, LayerPrediction(None, None, spread[half], spread[half], None), part, part)
         ranks.append(one.sums())
-    whole = Reliability(2)
+    whole = Reliability(2, 10)
     whole.add(1, LayerPrediction(None, None, sum(spread), sum(spread), None), k, k)
-    assert math.isclose(ehat_of(ranks[0] + ranks[1]), whole.ehat, rel_tol=1e-6)
+    assert math.isclose(ehat_of(ranks[0] + ranks[1]), whole.ehat(), rel_tol=1e-6)
 
 
 def test_nothing_predicted_is_no_error() -> None:
-    reliability = Reliability(3)
+    reliability = Reliability(3, 2)
     for layer in range(3):
         reliability.add(layer, LayerPrediction(), torch.ones(2, 2), torch.ones(2, 2))
-    assert reliability.ehat == 0
+    assert reliability.ehat() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Ways to turn a source agent's cache of a run into the destination agent's, ours and others'. One file a method."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from ...errors import ConfigError
-from ..cases import Case, Outcome, place
+from ...gate import DEFAULT_THETA
 from .base import Method
 from .cacheblend import CacheBlend
 from .dense import Dense
@@ -18,43 +20,64 @@ from .oracle import Oracle
 from .predicted import Predicted
 from .relaycaching import RelayCaching
 
-METHODS: dict[str, Callable[[int], Method]] = {
-    "none": lambda rank: Predicted("none", "none", False),
-    "head": lambda rank: Predicted("head", "none", True),
-    "paper": lambda rank: Predicted("paper", "paper", False),
-    "paper+head": lambda rank: Predicted("paper+head", "paper", True),
-    "mean+head": lambda rank: Predicted("mean+head", "mean", True),
-    "attention": lambda rank: Predicted("attention", "attention", False),
-    "attention+head": lambda rank: Predicted("attention+head", "attention", True),
-    "oracle": lambda rank: Oracle("oracle", False, rank),
-    "oracle+head": lambda rank: Oracle("oracle+head", True, rank),
-    "attention+head+gate": lambda rank: Gated("attention+head+gate", Predicted("attention+head", "attention", True)),
-    "dense": lambda rank: Dense(),
-    "kvcomm": lambda rank: KVComm(),
-    "kvcmas": lambda rank: KVCMAS(),
-    "cacheblend": lambda rank: CacheBlend(),
-    "droidspeak": lambda rank: DroidSpeak(),
-    "relaycaching": lambda rank: RelayCaching(),
-    "epic": lambda rank: Epic(),
-    "graphflow": lambda rank: GraphFlow(),
-    "kamera": lambda rank: Kamera(),
-}
-"""By name; each is built for a rank, which only the oracle heeds: the others have their own."""
 
-DEFAULT_METHODS = tuple(METHODS)[:9]
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What a user can set of our own methods. The others have the values of their papers."""
+
+    rank: int = 32
+    """Of anchors and of the oracle."""
+    head: int = 32
+    """Leading tokens of a run that are recomputed."""
+    fraction: float = 0.05
+    """Share of a run's tokens that `chosen` recomputes beside the head."""
+    theta: float = DEFAULT_THETA
+
+
+def _ours(name: str, knobs: Knobs) -> Predicted:
+    """Ours by the parts of its name: ``attention+head+chosen``."""
+    kind, *parts = name.split("+")
+    return Predicted(
+        name,
+        "none" if kind == "head" else kind,
+        knobs.head if "head" in (kind, *parts) else 0,
+        knobs.fraction if "chosen" in parts else 0.0,
+    )
+
+
+def _gated(name: str, knobs: Knobs) -> Gated:
+    return Gated(name, _ours(name.removesuffix("+gate"), knobs), knobs.theta)
+
+
+_OURS = ("none", "head", "paper", "paper+head", "mean+head", "attention", "attention+head", "attention+head+chosen")
+
+METHODS: dict[str, Callable[[Knobs], Method]] = {
+    **{name: partial(_ours, name) for name in _OURS},
+    "oracle": lambda knobs: Oracle("oracle", 0, knobs.rank),
+    "oracle+head": lambda knobs: Oracle("oracle+head", knobs.head, knobs.rank),
+    **{name: partial(_gated, name) for name in ("attention+head+gate", "attention+head+chosen+gate")},
+    "dense": lambda knobs: Dense(),
+    "kvcomm": lambda knobs: KVComm(),
+    "kvcmas": lambda knobs: KVCMAS(),
+    "cacheblend": lambda knobs: CacheBlend(),
+    "droidspeak": lambda knobs: DroidSpeak(),
+    "relaycaching": lambda knobs: RelayCaching(),
+    "epic": lambda knobs: Epic(),
+    "graphflow": lambda knobs: GraphFlow(),
+    "kamera": lambda knobs: Kamera(),
+}
+
+DEFAULT_METHODS = tuple(METHODS)[:10]
 
 __all__ = [
     "DEFAULT_METHODS",
     "METHODS",
-    "Case",
+    "Knobs",
     "Method",
     "Oracle",
-    "Outcome",
     "Predicted",
     "build_methods",
-    "default_methods",
     "method_names",
-    "place",
 ]
 
 
@@ -72,10 +95,5 @@ def method_names(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("none", *names)))
 
 
-def build_methods(names: Sequence[str], rank: int = 32) -> tuple[Method, ...]:
-    return tuple(METHODS[name](rank) for name in names)
-
-
-def default_methods(rank: int = 32) -> tuple[Method, ...]:
-    """What `kvcmas evaluate` compares unless asked for more. ``attention+head`` is the product's default."""
-    return build_methods(DEFAULT_METHODS, rank)
+def build_methods(names: Sequence[str], knobs: Knobs | None = None) -> tuple[Method, ...]:
+    return tuple(METHODS[name](knobs or Knobs()) for name in names)

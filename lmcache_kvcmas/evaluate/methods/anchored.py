@@ -10,9 +10,10 @@ from ...predict.paper import PaperPredictor
 from ..cases import Deltas
 
 
-def mixed_deltas(base: Caches, pool: AnchorPool) -> Deltas:
-    """Deltas of a run whose position-free cache is ``base``, layer by layer; nothing for layer 0."""
-    offsets = torch.arange(base.k.shape[1])
+def mixed_deltas(base: Caches, pool: AnchorPool, offsets: torch.Tensor) -> Deltas:
+    """Deltas of a run whose position-free cache is ``base``, layer by layer; nothing for layer 0, or of no anchors."""
+    if not len(pool):
+        return [(None, None)] * base.k.shape[0]
     bound = PaperPredictor(pool.state).bind(lambda i: (base.k[i], base.v[i]), offsets)
     layers = [bound.layer(i, k, v, offsets) for i, (k, v) in enumerate(zip(*base, strict=True))]
     return [(p.delta_k, p.delta_v) for p in layers]

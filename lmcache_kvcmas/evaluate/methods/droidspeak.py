@@ -26,15 +26,15 @@ class DroidSpeak:
     first: int | None = None
 
     def learned(self, examples: Examples) -> "Method":
-        layers = examples.runs.model.geometry.layers
+        if not examples.cases:
+            return replace(self, first=0)
+        layers = examples.cases[0].source.k.shape[0]
         count = self._count(layers)
         starts = sorted({*range(0, layers - count + 1, max(1, count // 4)), layers - count})
         profiles = [replace(self, first=first) for first in starts]
         total = [0.0] * len(starts)
-        for context in examples.contexts[: self.contexts]:
-            case = examples.case(context, {})
-            outcomes = [profile.apply(case) for profile in profiles]
-            said = answers_of(examples.runs, examples.destination, context, outcomes)
+        for case in examples.cases[: self.contexts]:
+            said = answers_of(case, [profile.apply(case) for profile in profiles])
             total = [t + s.kl for t, s in zip(total, said, strict=True)]
         return profiles[min(range(len(starts)), key=total.__getitem__)]
 

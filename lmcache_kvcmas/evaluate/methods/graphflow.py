@@ -35,7 +35,7 @@ class GraphFlow(Untaught):
             deltas.append((k, v))
             for x in (k, v):
                 state += self.dtype.itemsize * int(x.count_nonzero()) + -(-x.numel() // 8)
-        return Outcome(place(case, deltas, head=False, base=base), state_bytes=state, reference_prefills=2)
+        return Outcome(place(case, deltas, base=base), state_bytes=state, reference_prefills=2)
 
     def _sparse(self, residual: Tensor, drop: float) -> Tensor:
         """fp32, with the smallest ``drop`` of its numbers zero and the others rounded to the stored dtype."""

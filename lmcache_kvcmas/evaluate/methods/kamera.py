@@ -28,4 +28,4 @@ class Kamera(Untaught):
         k, v = (Factors.of((b - a)[1:], self.rank, self.dtype) for a, b in zip(base, target, strict=True))
         deltas = [(k.expand(i), v.expand(i)) for i in range(k.layers)]
         state = k.nbytes + v.nbytes + served_bytes(base)
-        return Outcome(place(case, [(None, None), *deltas], False, base), state_bytes=state, reference_prefills=2)
+        return Outcome(place(case, [(None, None), *deltas], base=base), state_bytes=state, reference_prefills=2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...anchors import AnchorPool
-from ..cases import Case, Examples, Outcome, place, refused
+from ..cases import Case, Examples, Outcome, place, pool_of, refused
 from .anchored import entropy_accepts, mixed_deltas
 
 _WHOLE = 1 << 30
@@ -28,9 +28,7 @@ class KVCMAS:
     pool: AnchorPool | None = None
 
     def learned(self, examples: Examples) -> "KVCMAS":
-        some = examples.contexts[: self.capacity]
-        runs, source, destination = examples.runs, examples.source, examples.destination
-        return replace(self, pool=runs.pool(source, destination, some, self.rank, keep=_WHOLE, dtype=self.dtype))
+        return replace(self, pool=pool_of(examples.cases[: self.capacity], self.rank, _WHOLE, self.dtype))
 
     def apply(self, case: Case) -> Outcome:
         if self.pool is None:
@@ -38,4 +36,4 @@ class KVCMAS:
         state = sum(a.nbytes for a in self.pool.anchors)
         if not entropy_accepts(case.source.v, self.pool.anchors, self.gamma):
             return refused(case, state)
-        return Outcome(place(case, mixed_deltas(case.source, self.pool), head=False), state_bytes=state)
+        return Outcome(place(case, mixed_deltas(case.source, self.pool, case.offsets)), state_bytes=state)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...anchors import AnchorPool
-from ..cases import Case, Examples, Outcome, place, refused, served_bytes
+from ..cases import Case, Examples, Outcome, place, pool_of, refused, served_bytes
 from .anchored import entropy_accepts, mixed_deltas
 
 _WHOLE = 1 << 30
@@ -27,9 +27,7 @@ class KVComm:
     pool: AnchorPool | None = None
 
     def learned(self, examples: Examples) -> "KVComm":
-        some = examples.contexts[: self.capacity]
-        pool = examples.runs.pool(None, examples.destination, some, rank=_WHOLE, keep=_WHOLE, dtype=self.dtype)
-        return replace(self, pool=pool)
+        return replace(self, pool=pool_of(examples.cases[: self.capacity], _WHOLE, _WHOLE, self.dtype, alone=True))
 
     def apply(self, case: Case) -> Outcome:
         if self.pool is None:
@@ -38,5 +36,5 @@ class KVComm:
         state = sum(a.nbytes for a in self.pool.anchors) + served_bytes(base)
         if not entropy_accepts(base.v, self.pool.anchors, self.gamma):
             return refused(case, state, reference_prefills=1)
-        run = place(case, mixed_deltas(base, self.pool), head=False, base=base)
+        run = place(case, mixed_deltas(base, self.pool, case.offsets), base=base)
         return Outcome(run, state_bytes=state, reference_prefills=1)

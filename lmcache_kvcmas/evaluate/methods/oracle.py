@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ...factors import Factors
-from ..cases import Case, Outcome, head_share, place
+from ..cases import Case, Outcome, place
 from .base import Untaught
 
 
@@ -14,7 +14,7 @@ class Oracle(Untaught):
     """The ceiling of every predictor, and the accuracy of an own delta: a run that was seen on this edge before."""
 
     name: str
-    head: bool
+    head: int
     rank: int = 32
     dtype: torch.dtype = torch.bfloat16
 
@@ -24,4 +24,6 @@ class Oracle(Untaught):
         v = Factors.of(target.v - case.source.v, self.rank, self.dtype)
         deltas = [(k.expand(i), v.expand(i)) for i in range(1, k.layers)]
         run = place(case, [(None, None), *deltas], self.head)
-        return Outcome(run, None, head_share(case) if self.head else 0.0, k.nbytes + v.nbytes, reference_prefills=1)
+        computed = torch.arange(case.head(self.head).tokens if self.head else 0)
+        share = len(computed) / len(case.run)
+        return Outcome(run, None, share, k.nbytes + v.nbytes, reference_prefills=1, computed=computed)

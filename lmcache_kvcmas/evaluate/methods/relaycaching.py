@@ -31,10 +31,12 @@ class RelayCaching:
     """Layers below it recompute the chosen tokens."""
 
     def learned(self, examples: Examples) -> "RelayCaching":
-        per_layer = torch.zeros(examples.runs.model.geometry.layers)
-        for context in examples.contexts:
-            base, target = (examples.runs.free(r, context) for r in (examples.source, examples.destination))
-            for a, b in zip(base, target, strict=True):
+        if not examples.cases:
+            return replace(self, end=0)
+        per_layer = torch.zeros(examples.cases[0].source.k.shape[0])
+        for case in examples.cases:
+            target = case.model.release(case.dense, case.prefix.tokens)
+            for a, b in zip(case.source, target, strict=True):
                 per_layer += (b - a).square().sum((1, 2)) / b.square().sum((1, 2))
         width = ceil(len(per_layer) * self.layers)
         return replace(self, end=int(per_layer.unfold(0, width, 1).sum(1).argmax()) + width)
