@@ -39,6 +39,12 @@ class Case:
     head_of: Callable[[int], Active]
     alone_of: Callable[[], Caches]
     answer_of: Callable[[], Answer]
+    fallback_of: Callable[[], Active] | None = None
+    """What dense prefill gives behind this very prefix; None where the prefix is exact, and that is the truth."""
+    begins: bool = True
+    """Whether what stands in front of the run was not taken over with it: only then does it have a head."""
+    error2: float = 0.0
+    """Σ ê² along the hops that the source's cache went through."""
     offset: int = 0
     """Tokens between the start of the edge's slot and the run."""
     source_prefix: Active | None = None
@@ -46,11 +52,18 @@ class Case:
 
     @property
     def dense(self) -> Active:
-        """The truth: the run as the model computes it behind the prefix."""
+        """The truth: the run as it is when all of the destination's prompt is prefilled densely."""
         return self.dense_of()
+
+    @property
+    def fallback(self) -> Active:
+        """The run as the model computes it behind the prefix."""
+        return self.dense if self.fallback_of is None else self.fallback_of()
 
     def head(self, tokens: int) -> Active:
         """The run's first ``tokens``, recomputed exactly; all of a run of at most 64."""
+        if not (self.begins and tokens):
+            return self.prefix.rows(0, 0)
         return self.head_of(min(tokens, len(self.run)) if len(self.run) > 64 else len(self.run))
 
     @property
@@ -150,7 +163,7 @@ def rotated(case: Case) -> Active:
 
 def refused(case: Case, state_bytes: int, reference_prefills: int = 0, ehat: float | None = None) -> Outcome:
     """A gate's no: the run as dense prefill gives it, at the price of dense prefill."""
-    return Outcome(case.dense, ehat, 1.0, state_bytes, reference_prefills, accepted=False)
+    return Outcome(case.fallback, ehat, 1.0, state_bytes, reference_prefills, accepted=False)
 
 
 def served_bytes(caches: Caches) -> int:

@@ -1,6 +1,6 @@
 """A Hugging Face model, run the plain way: what everything else is measured against."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class DenseModel:
         self.model.eval()
         self.geometry = ModelGeometry.of(self.model.config, dtype="float32", fingerprint=model_fingerprint(folder))
         self.rope = self.geometry.rope.table()
+        ends = self.model.generation_config.eos_token_id
+        self._ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def prompt(self, role: str, context: str, instruction: str) -> Prompt:
         """System message ``role``, user message ``context + instruction``, tokenised apart at the context's borders."""
@@ -77,6 +79,14 @@ class DenseModel:
         if len(parts) != 2:
             raise UnsupportedModelError("the chat template does not put the user's message into the prompt once")
         return Prompt(*(self.tokenizer.encode(t, add_special_tokens=False) for t in (parts[0], context, parts[1])))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a chat request, up to where the answer begins."""
+        return list(
+            self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False, tokenize=True
+            )
+        )
 
     @torch.inference_mode()
     def extend(self, past: Active | None, tokens: Sequence[int], keep: int = 1) -> tuple[Active, Tensor]:
@@ -97,17 +107,54 @@ class DenseModel:
         return torch.log_softmax(self._forward(self._cache(pasts), pasts[0].tokens, tokens, keep, len(pasts)), -1)
 
     @torch.inference_mode()
-    def greedy(self, past: Active, tokens: Sequence[int], steps: int) -> tuple[list[int], Tensor]:
-        """``steps`` greedy tokens after ``tokens`` on top of ``past``, and log-probabilities ``[steps, V]``."""
-        cache, start = self._cache([past]), past.tokens
-        chosen: list[int] = []
-        logps = []
-        for _ in range(steps):
-            logps.append(torch.log_softmax(self._forward(cache, start, tokens, 1, 1)[0, -1], -1))
-            start += len(tokens)
-            tokens = [int(logps[-1].argmax())]
-            chosen += tokens
-        return chosen, torch.stack(logps)
+    def grow(self, pasts: Sequence[Active], tokens: Sequence[int], keep: int) -> tuple[list[Active], Tensor]:
+        """Run the same ``tokens`` on pasts of one length: whole caches, and log-probabilities ``[B, keep, V]``."""
+        cache = self._cache(pasts)
+        logp = torch.log_softmax(self._forward(cache, pasts[0].tokens, tokens, keep, len(pasts)), -1)
+        k, v = (
+            [getattr(layer, name).transpose(1, 2).flatten(2) for layer in cache.layers] for name in ("keys", "values")
+        )
+        rows = range(len(pasts))
+        return [Active(torch.stack([x[i] for x in k]), torch.stack([x[i] for x in v])) for i in rows], logp
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        pasts: Sequence[Active],
+        tokens: Sequence[int],
+        steps: int,
+        noise: Tensor | None = None,
+        stop: bool = True,
+    ) -> list[Answer]:
+        """Continue ``tokens`` on each of ``pasts``, which are of one length, by at most ``steps`` tokens.
+
+        Greedy; with Gumbel ``noise [steps, V]`` (temperature in it), sampled: the same noise for all, so that two
+        caches that hardly differ say the same. With ``stop``, an answer ends with the end-of-turn token.
+        """
+        cache, start = self._cache(pasts), pasts[0].tokens
+        fed = torch.tensor([list(tokens)]).expand(len(pasts), -1)
+        logps, chosen = [], []
+        ended = torch.zeros(len(pasts), dtype=torch.bool)
+        for step in range(steps):
+            logp = torch.log_softmax(self._forward(cache, start, fed, 1, len(pasts))[:, -1], -1)
+            start += fed.shape[1]
+            fed = (logp if noise is None else logp + noise[step]).argmax(1, keepdim=True)
+            logps.append(logp)
+            chosen.append(fed[:, 0])
+            ended |= torch.isin(fed[:, 0], self._ends)
+            if stop and bool(ended.all()):
+                break
+        whole, seen = torch.stack(chosen, 1), torch.stack(logps, 1)
+        return [self._answer(whole[i], seen[i], stop) for i in range(len(pasts))]
+
+    def _answer(self, tokens: Tensor, logp: Tensor, stop: bool) -> Answer:
+        ends = torch.isin(tokens, self._ends).nonzero()
+        length = int(ends[0]) + 1 if stop and len(ends) else len(tokens)
+        return Answer(tokens[:length].tolist(), logp[:length])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What ``tokens`` say, without the end-of-turn token."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _cache(self, pasts: Sequence[Active]) -> Any:
         """Transformers' cache of a batch of equally long pasts; of none, an empty one."""
@@ -120,11 +167,12 @@ class DenseModel:
             cache.update(*(x.view(shape).transpose(1, 2) for x in stacks), layer)
         return cache
 
-    def _forward(self, cache: Any, start: int, tokens: Sequence[int], keep: int, batch: int) -> Tensor:
-        """fp32 logits ``[B, keep, V]``; the cache, which holds ``start`` tokens, grows by ``tokens``."""
+    def _forward(self, cache: Any, start: int, tokens: Sequence[int] | Tensor, keep: int, batch: int) -> Tensor:
+        """fp32 logits ``[B, keep, V]`` of ``tokens [n]`` or ``[B, n]``, which the cache of ``start`` tokens grows by."""
+        given = tokens if isinstance(tokens, Tensor) else torch.tensor([list(tokens)]).expand(batch, -1)
         out = self.model(
-            input_ids=torch.tensor([list(tokens)]).expand(batch, -1),
-            position_ids=torch.arange(start, start + len(tokens))[None],
+            input_ids=given,
+            position_ids=torch.arange(start, start + given.shape[1])[None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=keep,

@@ -43,7 +43,7 @@ class DenseRuns:
 
     def _answer(self, role: str, context: Context) -> Answer:
         past = self.prefix(role).then(self.run(role, context))
-        return Answer(*self.model.greedy(past, self.prompt(role, context).suffix, ANSWER_TOKENS))
+        return self.model.generate([past], self.prompt(role, context).suffix, ANSWER_TOKENS, stop=False)[0]
 
     def _alone(self, context: Context) -> Caches:
         run = self.prompt(next(iter(self.workload.roles)), context).run

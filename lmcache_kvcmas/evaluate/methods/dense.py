@@ -13,4 +13,4 @@ class Dense(Untaught):
     name: str = "dense"
 
     def apply(self, case: Case) -> Outcome:
-        return Outcome(case.dense, recompute=1.0)
+        return Outcome(case.fallback, recompute=1.0)

@@ -21,6 +21,6 @@ class Gated:
 
     def apply(self, case: Case) -> Outcome:
         outcome = self.inner.apply(case)
-        if decide(outcome.ehat or 0.0, theta=self.theta, anchors=self.anchors).accepted:
+        if decide(outcome.ehat or 0.0, case.error2, theta=self.theta, anchors=self.anchors).accepted:
             return outcome
         return refused(case, outcome.state_bytes, ehat=outcome.ehat)
