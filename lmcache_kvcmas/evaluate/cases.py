@@ -105,10 +105,11 @@ class Examples:
     cases: tuple[Case, ...]
     rank: int = 32
     keep: int = 256
+    dtype: torch.dtype = torch.bfloat16
 
     @cached_property
     def pool(self) -> AnchorPool:
-        return pool_of(self.cases, self.rank, self.keep)
+        return pool_of(self.cases, self.rank, self.keep, self.dtype)
 
     @cached_property
     def predictor(self) -> Callable[[str], Predictor]:

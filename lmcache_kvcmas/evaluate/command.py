@@ -2,25 +2,60 @@
 
 import json
 import os
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..errors import ConfigError
 from .chain import chain_units, evaluate_chain
 from .dense import DenseModel
-from .report import document, tables
+from .document import document
+from .frameworks import Framework
+from .methods import build_methods
+from .ranks import effective_ranks
+from .report import tables
 from .run import EvaluateSettings, evaluate, units
 from .runs import DenseRuns
+from .tasks import Counts, make_traces
+from .terminal import progress_bar, writable
+from .trace_file import read_traces
+from .traces import Trace
+from .tracing import TraceSettings, evaluate_traces, trace_units
 from .workload import Workload, load_workload
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Which workflows are served, and how. Nothing, unless task sets or a file are named."""
+
+    tasks: tuple[str, ...] = ()
+    file: Path | None = None
+    framework: Framework = field(default_factory=Framework)
+    counts: Counts = field(default_factory=Counts)
+    settings: TraceSettings = field(default_factory=TraceSettings)
+
+    def load(self) -> list[Trace]:
+        """Raises ConfigError like `make_traces` and `read_traces`."""
+        traces = make_traces(self.tasks, self.counts, self.framework) if self.tasks else []
+        return traces + (read_traces(self.file) if self.file else [])
+
+    def shown(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return {
+            "tasks": list(self.tasks),
+            "traces": str(self.file) if self.file else None,
+            "framework": asdict(self.framework),
+            "counts": asdict(self.counts),
+            **asdict(self.settings),
+        }
 
 
 def check(settings: EvaluateSettings, chain: tuple[str, ...], workload: Workload) -> None:
     """Raise ConfigError for options that do not fit the workload, before anything slow begins."""
-    if not settings.edges and not chain:
-        raise ConfigError("nothing to evaluate: give at least one --edge source:destination, or a --chain")
     if len(chain) == 1:
         raise ConfigError(f"--chain is {chain[0]!r}; it must name at least two roles, as in planner:solver:critic")
     for role in (*(r for edge in settings.edges for r in edge), *chain):
@@ -36,35 +71,43 @@ def check(settings: EvaluateSettings, chain: tuple[str, ...], workload: Workload
 
 
 def run_command(
-    model: Path, roles: Path, contexts: Path, settings: EvaluateSettings, chain: tuple[str, ...], out: Path | None
+    model: Path,
+    roles: Path | None,
+    contexts: Path | None,
+    settings: EvaluateSettings,
+    chain: tuple[str, ...],
+    traces: TraceOptions,
+    out: Path | None,
 ) -> None:
     """Evaluate, show tables, write ``out``. Raises ConfigError or UnsupportedModelError."""
-    workload = load_workload(roles, contexts)
-    check(settings, chain, workload)
-    if out is not None and (out.is_dir() or not os.access(_parent(out), os.W_OK)):
-        raise ConfigError(f"--json {out}: cannot be written")
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"loading {model.name}", total=None)
+    begun = perf_counter()
+    if not settings.edges and not chain and not traces.tasks and traces.file is None:
+        raise ConfigError(
+            "nothing to evaluate: give at least one --edge source:destination, --chain, --tasks or --traces"
+        )
+    workload = Workload({}, {}, ())
+    if settings.edges or chain:
+        if roles is None or contexts is None:
+            raise ConfigError("--edge and --chain need --roles and --contexts: what the agents are, and what they read")
+        workload = load_workload(roles, contexts)
+        check(settings, chain, workload)
+    served = traces.load()
+    writable(out)
+    with progress_bar(f"loading {model.name}") as bar:
         runs = DenseRuns(DenseModel(model), workload)
-        total = units(runs, settings) + (chain_units(runs, chain, settings.anchors) if chain else 0)
-        bar.update(task, total=total)
-
-        def progress(what: str) -> None:
-            bar.update(task, description=what, advance=1)
-
-        rows = evaluate(runs, settings, progress=progress)
-        hops = evaluate_chain(runs, chain, settings.anchors, settings.knobs.rank, progress=progress) if chain else []
-        bar.update(task, description="done")
-    Console().print(tables(rows, hops))
+        of_chain = chain_units(runs, chain, settings.anchors) if chain else 0
+        bar.expect(units(runs, settings) + of_chain + trace_units(served, traces.settings))
+        rows = evaluate(runs, settings, progress=bar)
+        hops = evaluate_chain(runs, chain, settings.anchors, settings.knobs.rank, progress=bar) if chain else []
+        ranks = {
+            f"{a}:{b}": effective_ranks([runs.case(a, b, c) for c in workload.anchors[: settings.anchors]])
+            for a, b in settings.edges
+        }
+        methods = build_methods(settings.methods, settings.knobs)
+        of_traces = evaluate_traces(runs.model, served, methods, traces.settings, bar)
+    Console().print(tables(rows, hops, of_traces))
     if out is not None:
-        out.write_text(json.dumps(document(str(model), settings.shown(), rows, hops), indent=1) + "\n", "utf-8")
-
-
-def _parent(path: Path) -> Path:
-    """The folder of ``path``, made if it is not there. Raises ConfigError when it cannot be."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error}") from error
-    return path.parent
+        options = settings.shown() | {"workloads": traces.shown()}
+        whole = document(str(model), options, rows, hops, of_traces, ranks)
+        whole["run"] = {"seconds": round(perf_counter() - begun, 1), "cpus": os.cpu_count()}
+        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")

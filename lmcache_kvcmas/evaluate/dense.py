@@ -168,7 +168,7 @@ class DenseModel:
         return cache
 
     def _forward(self, cache: Any, start: int, tokens: Sequence[int] | Tensor, keep: int, batch: int) -> Tensor:
-        """fp32 logits ``[B, keep, V]`` of ``tokens [n]`` or ``[B, n]``, which the cache of ``start`` tokens grows by."""
+        """fp32 logits ``[B, keep, V]`` of ``tokens [n]`` or ``[B, n]``, by which the cache of ``start`` grows."""
         given = tokens if isinstance(tokens, Tensor) else torch.tensor([list(tokens)]).expand(batch, -1)
         out = self.model(
             input_ids=given,

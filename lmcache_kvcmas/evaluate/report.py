@@ -1,170 +1,97 @@
-"""Rows made into figures: a summary for the JSON file, tables for the reader."""
+"""Figures for a terminal."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from .chain import MODES, ChainRow
-from .measures import bootstrap, rank_correlation
+from .chain import ChainRow
 from .run import Row
+from .serve import TraceRow
+from .summaries import ChainSummary, Summary, summarise, summarise_chain, summarise_traces
+
+_LEGEND = (
+    "KL: 1e-3 nats to dense, over the teacher-forced tokens of dense's own answer; ÷ none: against rotation only, with "
+    "its 95% interval. recomp.: tokens x layers that are recomputed ÷ those that were shared; MiB: kept for the edge "
+    "and a run, beyond the source's cache; refs: prefills of the context that only it needs (oracle, graphflow, "
+    "kamera: the pair was prefilled densely once before); passed: share that the method's gate let pass, 1 without a "
+    "gate; what it refuses is dense. "
+)
+_EDGE_LEGEND = (
+    "res K, V: share of the delta's energy that is left. ê: the error that the method itself expects; error ÷ ê: the "
+    "true one against it."
+)
+_TRACE_LEGEND = (
+    "All methods read dense's own answers, each over the cache that it had itself. accuracy: of the last answer, which "
+    "is each method's own."
+)
+
+Columns = Mapping[str, Callable[[Summary], str]]
+
+_ANSWERS: Columns = {
+    "KL": lambda s: f"{1e3 * s.kl:.1f}",
+    "÷ none": lambda s: f"{s.kl_vs_none:.2f} [{s.kl_vs_none_ci[0]:.2f}–{s.kl_vs_none_ci[1]:.2f}]",
+    "top-1": lambda s: f"{s.top1:.3f}",
+    "exact": lambda s: f"{s.exact:.2f}",
+}
+_COSTS: Columns = {
+    "recomp.": lambda s: f"{s.recompute:.2f}",
+    "MiB": lambda s: f"{s.state_bytes / 2**20:.1f}",
+    "refs": lambda s: f"{s.reference_prefills:.0f}",
+    "passed": lambda s: f"{s.accepted:.2f}",
+}
+_EDGES: Columns = {
+    **_ANSWERS,
+    "KV error": lambda s: _figure(s.kv_error, 4),
+    "res K": lambda s: _figure(s.res_k, 2),
+    "res V": lambda s: _figure(s.res_v, 2),
+    "ê": lambda s: _figure(s.ehat, 4),
+    "error ÷ ê": lambda s: _figure(s.error_over_ehat, 2),
+    **_COSTS,
+}
+_TRACES: Columns = {
+    **_ANSWERS,
+    "accuracy": lambda s: (
+        ""
+        if s.accuracy is None or s.accuracy_ci is None
+        else f"{s.accuracy:.2f} [{s.accuracy_ci[0]:.2f}–{s.accuracy_ci[1]:.2f}]"
+    ),
+    **_COSTS,
+    "seconds": lambda s: f"{s.seconds:.2f}",
+}
 
 
-class Summary(msgspec.Struct, frozen=True, omit_defaults=False):
-    """One method's means over contexts, and over edges where there are several."""
-
-    kl: float
-    kl_ci: list[float]
-    """95%, bootstrap over contexts."""
-    kl_vs_none: float
-    """KL ÷ KL of rotation only: ratio of means on each edge, then the mean over edges."""
-    kl_vs_none_ci: list[float]
-    """95%, paired bootstrap over all rows."""
-    top1: float
-    exact: float
-    kv_error: float
-    res_k: float
-    res_v: float
-    ehat: float | None
-    error_over_ehat: float | None
-    """Mean of true error behind the head ÷ ê."""
-    ehat_rank_correlation: float | None
-    """Spearman's, of ê with the true error."""
-    recompute: float
-    """Recomputed tokens x layers ÷ those of the run."""
-    state_bytes: float
-    """Kept for the edge and a run, beyond the source's cache."""
-    reference_prefills: float
-    """Prefills of the context that only this method needs."""
-    accepted: float
-    """Share of transitions that its gate let pass; 1 where it has none."""
-    accuracy: float | None = None
-    """Of answers to a task; None where there is no task."""
-
-
-class ChainSummary(msgspec.Struct, frozen=True):
-    mode: str
-    hop: int
-    edge: str
-    kl: float
-    kl_ci: list[float]
-    top1: float
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, Summary]:
-    """A summary for each method. Rotation only (`none`) must be among the rows."""
-    methods = dict.fromkeys(row.method for row in rows)
-    none = {(r.edge, r.context): r for r in rows if r.method == "none"}
-    return {method: _summary([r for r in rows if r.method == method], none) for method in methods}
-
-
-def _summary(rows: Sequence[Row], none: dict[tuple[str, str], Row]) -> Summary:
-    edges = list(dict.fromkeys(r.edge for r in rows))
-    below = [none[r.edge, r.context] for r in rows]
-    ratios = [_mean(rows, edge, "kl") / _mean(below, edge, "kl") for edge in edges]
-    judged = [(r.tail_error, r.ehat) for r in rows if r.ehat and r.gate == "accepted"]
-    return Summary(
-        kl=fmean(r.kl for r in rows),
-        kl_ci=bootstrap([r.kl for r in rows]),
-        kl_vs_none=fmean(ratios),
-        kl_vs_none_ci=bootstrap([r.kl for r in rows], [r.kl for r in below]),
-        top1=fmean(r.top1 for r in rows),
-        exact=fmean(r.exact for r in rows),
-        kv_error=fmean(r.kv_error for r in rows),
-        res_k=fmean(r.res_k for r in rows),
-        res_v=fmean(r.res_v for r in rows),
-        ehat=fmean(e for _, e in judged) if judged else None,
-        error_over_ehat=fmean(t / e for t, e in judged) if judged else None,
-        ehat_rank_correlation=rank_correlation(*zip(*judged, strict=True)) if len(judged) > 2 else None,
-        recompute=fmean(r.recompute for r in rows),
-        state_bytes=fmean(r.state_bytes for r in rows),
-        reference_prefills=fmean(r.reference_prefills for r in rows),
-        accepted=fmean(r.gate == "accepted" for r in rows),
-    )
-
-
-def _mean(rows: Iterable[Row], edge: str, field: str) -> float:
-    return fmean(getattr(r, field) for r in rows if r.edge == edge)
-
-
-def summarise_chain(rows: Sequence[ChainRow]) -> list[ChainSummary]:
-    """Mode by mode and hop by hop."""
-    summaries = []
-    for mode in MODES:
-        for hop in sorted({r.hop for r in rows}):
-            some = [r for r in rows if (r.mode, r.hop) == (mode, hop)]
-            kls = [r.kl for r in some]
-            summaries.append(
-                ChainSummary(mode, hop, some[0].edge, fmean(kls), bootstrap(kls), fmean(r.top1 for r in some))
-            )
-    return summaries
-
-
-def document(model: str, settings: dict[str, Any], rows: Sequence[Row], chain: Sequence[ChainRow]) -> dict[str, Any]:
-    """What ``--json`` writes."""
-    edges = dict.fromkeys(r.edge for r in rows)
-    whole: dict[str, Any] = {
-        "model": model,
-        "settings": settings,
-        "summary": msgspec.to_builtins(summarise(rows)),
-        "edges": {edge: msgspec.to_builtins(summarise([r for r in rows if r.edge == edge])) for edge in edges},
-        "rows": [asdict(r) for r in rows],
-    }
-    if chain:
-        whole["chain"] = {"summary": msgspec.to_builtins(summarise_chain(chain)), "rows": [asdict(r) for r in chain]}
-    return whole
-
-
-def tables(rows: Sequence[Row], chain: Sequence[ChainRow]) -> RenderableType:
-    """For a terminal."""
+def tables(rows: Sequence[Row], chain: Sequence[ChainRow], traces: Sequence[TraceRow] = ()) -> RenderableType:
+    """A table for each edge, for all of them, for the chain and for each workload."""
     shown: list[RenderableType] = []
     edges = list(dict.fromkeys(r.edge for r in rows))
     for edge in edges:
-        shown.append(_table(edge, [r for r in rows if r.edge == edge]))
+        some = [r for r in rows if r.edge == edge]
+        shown.append(_table(f"{edge} ({len({r.context for r in some})} transitions)", summarise(some), _EDGES))
     if len(edges) > 1:
-        shown.append(_table(f"all {len(edges)} edges", rows))
-    shown.append(
-        "KL: 1e-3 nats to dense, over the teacher-forced tokens of dense's own answer; ÷ none: against rotation only, "
-        "with its 95% interval. res K, V: share of the delta's energy that is left. "
-        "ê: the error that the method itself expects; error ÷ ê: the true one against it. "
-        "recomp.: tokens x layers that are recomputed ÷ those of the run; MiB: kept for the edge and a run, beyond the "
-        "source's cache; refs: prefills of the context that only this method needs (oracle, graphflow, kamera: the "
-        "pair was prefilled densely once before); acc.: share that the method's gate let pass, 1 without a gate; what "
-        "it refuses is dense."
-    )
+        shown.append(_table(f"all {len(edges)} edges", summarise(rows), _EDGES))
+    for name in dict.fromkeys(r.workload for r in traces):
+        here = [r for r in traces if r.workload == name]
+        shown.append(_table(f"{name} ({len({r.trace for r in here})} traces)", summarise_traces(here), _TRACES))
+    if shown:
+        shown.append(_LEGEND + (_EDGE_LEGEND if rows else "") + (_TRACE_LEGEND if traces else ""))
     if chain:
         shown.append(_chain_table(summarise_chain(chain)))
     return Group(*shown)
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    contexts = len({(r.edge, r.context) for r in rows})
-    table = Table(title=f"{title} ({contexts} transitions)")
-    columns: dict[str, Callable[[Summary], str]] = {
-        "KL": lambda s: f"{1e3 * s.kl:.1f}",
-        "÷ none": lambda s: f"{s.kl_vs_none:.2f} [{s.kl_vs_none_ci[0]:.2f}–{s.kl_vs_none_ci[1]:.2f}]",
-        "top-1": lambda s: f"{s.top1:.3f}",
-        "exact": lambda s: f"{s.exact:.2f}",
-        "KV error": lambda s: f"{s.kv_error:.4f}",
-        "res K": lambda s: f"{s.res_k:.2f}",
-        "res V": lambda s: f"{s.res_v:.2f}",
-        "ê": lambda s: "" if s.ehat is None else f"{s.ehat:.4f}",
-        "error ÷ ê": lambda s: "" if s.error_over_ehat is None else f"{s.error_over_ehat:.2f}",
-        "recomp.": lambda s: f"{s.recompute:.2f}",
-        "MiB": lambda s: f"{s.state_bytes / 2**20:.1f}",
-        "refs": lambda s: f"{s.reference_prefills:.0f}",
-        "acc.": lambda s: f"{s.accepted:.2f}",
-    }
+def _table(title: str, summaries: Mapping[str, Summary], columns: Columns) -> Table:
+    table = Table(title=title)
     table.add_column("method")
     for name in columns:
         table.add_column(name, justify="right")
-    for method, summary in summarise(rows).items():
+    for method, summary in summaries.items():
         table.add_row(method, *(show(summary) for show in columns.values()))
     return table
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _chain_table(summaries: Sequence[ChainSummary]) -> Table:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import Any
 
 from .cases import Case, Examples, answers_of, rotated
@@ -47,6 +48,8 @@ class Row:
     """Kept for the edge and this run, beyond the source's cache."""
     reference_prefills: int
     """Prefills of this context that only this method needs."""
+    seconds: float
+    """In the method itself."""
     gate: str
     """"accepted" (also of methods without a gate), or "dense": refused and prefilled densely."""
 
@@ -85,11 +88,15 @@ def evaluate(
 
 
 def _rows(edge: str, context: str, case: Case, methods: Sequence[Method]) -> list[Row]:
-    outcomes = [method.apply(case) for method in methods]
+    outcomes, times = [], []
+    for method in methods:
+        begun = perf_counter()
+        outcomes.append(method.apply(case))
+        times.append(perf_counter() - begun)
     none = rotated(case)
     answers = answers_of(case, outcomes)
     rows = []
-    for method, outcome, said in zip(methods, outcomes, answers, strict=True):
+    for method, outcome, said, seconds in zip(methods, outcomes, answers, times, strict=True):
         held = cache_errors(outcome.run, none, case.dense, outcome.computed)
         rows.append(
             Row(
@@ -108,6 +115,7 @@ def _rows(edge: str, context: str, case: Case, methods: Sequence[Method]) -> lis
                 recompute=outcome.recompute,
                 state_bytes=outcome.state_bytes,
                 reference_prefills=outcome.reference_prefills,
+                seconds=seconds,
                 gate="accepted" if outcome.accepted else "dense",
             )
         )

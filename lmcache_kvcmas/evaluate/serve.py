@@ -89,11 +89,6 @@ def examples_of(
     return {edge: Examples(tuple(some), rank) for edge, some in cases.items()}
 
 
-def learned_of(examples: Mapping[Edge, Examples], methods: Sequence[Method]) -> dict[Edge, tuple[Method, ...]]:
-    """Each edge's methods, taught."""
-    return {edge: tuple(m.learned(some) for m in methods) for edge, some in examples.items()}
-
-
 class TraceServer:
     """Serves one transcript by several methods, all of them over dense prefill's own answers."""
 

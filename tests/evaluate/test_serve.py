@@ -7,7 +7,7 @@ from tiny_model import text
 from lmcache_kvcmas.evaluate.dense import Active
 from lmcache_kvcmas.evaluate.methods import Knobs, build_methods
 from lmcache_kvcmas.evaluate.runs import DenseRuns
-from lmcache_kvcmas.evaluate.serve import TraceRow, TraceServer, examples_of, learned_of
+from lmcache_kvcmas.evaluate.serve import TraceRow, TraceServer, examples_of
 from lmcache_kvcmas.evaluate.traces import Call, Message, Trace
 from lmcache_kvcmas.evaluate.transcripts import Transcriber, Transcript
 from lmcache_kvcmas.spans import SpanKind
@@ -67,7 +67,10 @@ def rows(tiny: DenseRuns) -> list[TraceRow]:
     methods = build_methods(
         ("none", "attention+head", "attention+head+chosen", "oracle", "dense", "epic"), Knobs(32, 16, 0.1)
     )
-    learned = learned_of(examples_of(tiny.model, transcripts(tiny, range(10, 14)), 32), methods)
+    learned = {
+        edge: tuple(m.learned(some) for m in methods)
+        for edge, some in examples_of(tiny.model, transcripts(tiny, range(10, 14)), 32).items()
+    }
     return [r for t in transcripts(tiny, range(20, 23)) for r in TraceServer(tiny.model, t, methods, learned).rows()]
 
 

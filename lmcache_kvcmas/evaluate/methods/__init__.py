@@ -19,6 +19,7 @@ from .kvcomm import KVComm
 from .oracle import Oracle
 from .predicted import Predicted
 from .relaycaching import RelayCaching
+from .sized import Sized
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ def _ours(name: str, knobs: Knobs) -> Predicted:
         knobs.head if "head" in (kind, *parts) else 0,
         knobs.fraction if "chosen" in parts else 0.0,
     )
+
+
+def product(predictor: str, knobs: Knobs) -> Gated:
+    """The product as it is served, with a predictor that a user may have chosen."""
+    return _gated(f"{predictor}+head+chosen+gate", knobs)
 
 
 def _gated(name: str, knobs: Knobs) -> Gated:
@@ -76,8 +82,10 @@ __all__ = [
     "Method",
     "Oracle",
     "Predicted",
+    "Sized",
     "build_methods",
     "method_names",
+    "product",
 ]
 
 

@@ -1,0 +1,139 @@
+"""Choosing the gate's θ: how accuracy falls as more is reused, and the largest reuse that a budget allows."""
+
+import math
+import re
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import ConfigError
+from .measures import bootstrap
+from .serve import TraceRow
+
+MEASURES = ("kl", "kl_vs_none", "points")
+_BUDGET = re.compile(r"\s*(kl|kl_vs_none|points)\s*<=\s*([0-9.eE+-]+)\s*")
+
+
+class Budget(NamedTuple):
+    """The most that an answer may suffer."""
+
+    measure: str
+    """``kl``: nats to dense, mean over calls. ``kl_vs_none``: the same ÷ rotation only. ``points``: percentage points
+    of accuracy below dense."""
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """Of ``kl<=0.003``. Raises ConfigError."""
+        found = _BUDGET.fullmatch(text)
+        try:
+            limit = float(found[2]) if found else math.nan
+        except ValueError:
+            limit = math.nan
+        if found is None or not limit >= 0 or math.isinf(limit):
+            raise ConfigError(f"--budget is {text!r}. Allowed: {', '.join(f'{m}<=NUMBER' for m in MEASURES)}")
+        return cls(found[1], limit)
+
+    def __str__(self) -> str:
+        return f"{self.measure}<={self.limit:g}"
+
+
+class Point(msgspec.Struct, frozen=True):
+    """What a θ comes to."""
+
+    theta: float
+    reuse: float
+    """Shared tokens that were neither recomputed nor refused ÷ all of them."""
+    kl: float
+    kl_vs_none: float
+    accepted: float
+    """Share of calls whose takeover passed."""
+    accuracy: float | None
+    points: float | None
+    """Percentage points of accuracy lost to dense."""
+
+    def spent(self, budget: Budget) -> float:
+        """Of the budget. Raises ConfigError where it is one of accuracy and nothing was judged."""
+        value = {"kl": self.kl, "kl_vs_none": self.kl_vs_none, "points": self.points}[budget.measure]
+        if value is None:
+            raise ConfigError(f"--budget {budget}: no trace has a right answer; give tasks or traces that have")
+        return value
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """The chosen θ on traces that had no part in choosing it, with the gate really in the way."""
+
+    reuse: float
+    kl: float
+    kl_ci: list[float]
+    kl_vs_none: float
+    accepted: float
+    accuracy: float | None
+    points: float | None
+    within_budget: bool
+
+
+class Measured(NamedTuple):
+    """The same calls by the method, by rotation only and by dense prefill."""
+
+    ours: Sequence[TraceRow]
+    none: Sequence[TraceRow]
+    dense: Sequence[TraceRow]
+
+    @classmethod
+    def of(cls, rows: Sequence[TraceRow], method: str) -> "Measured":
+        return cls(*([r for r in rows if r.method == name] for name in (method, "none", "dense")))
+
+
+def curve(measured: Measured) -> list[Point]:
+    """A point for every θ at which one more call is accepted, from none at all.
+
+    ``ours`` ran with the gate open. What a θ refuses counts as dense: no error, no reuse. In service a refusal also
+    spares the agents behind it some error, so that a θ costs no more than its point says.
+    """
+    ehats = sorted({r.ehat for r in measured.ours if r.ehat is not None})
+    return [_point(measured, theta) for theta in [0.0, *ehats]]
+
+
+def choose_theta(points: Sequence[Point], budget: Budget) -> Point:
+    """The point of most reuse within the budget; the first, at which nothing is reused, always is."""
+    return max((p for p in points if p.spent(budget) <= budget.limit), key=lambda p: (p.reuse, -p.theta))
+
+
+def judge(measured: Measured, theta: float, budget: Budget) -> HeldOut:
+    """``ours`` ran with the gate at ``theta``."""
+    point = _point(measured, math.inf)
+    kls: dict[str, list[float]] = {}
+    for row in measured.ours:
+        kls.setdefault(row.trace, []).append(row.kl)
+    return HeldOut(
+        reuse=point.reuse,
+        kl=point.kl,
+        kl_ci=bootstrap([fmean(k) for k in kls.values()]),
+        kl_vs_none=point.kl_vs_none,
+        accepted=fmean(r.accepted for r in measured.ours),
+        accuracy=point.accuracy,
+        points=point.points,
+        within_budget=point.spent(budget) <= budget.limit,
+    )
+
+
+def _point(measured: Measured, theta: float) -> Point:
+    passed = [r.ehat is None or r.ehat <= theta for r in measured.ours]
+    shared = sum(r.shared for r in measured.ours)
+    kl = sum(r.kl for r, p in zip(measured.ours, passed, strict=True) if p) / len(passed)
+    both = zip(measured.ours, measured.dense, passed, strict=True)
+    scores = [(r.score if p else d.score, d.score) for r, d, p in both]
+    judged = [(mine, dense) for mine, dense in scores if mine is not None and dense is not None]
+    accuracy = fmean(mine for mine, _ in judged) if judged else None
+    return Point(
+        theta=theta,
+        reuse=sum(r.reuse * r.shared for r, p in zip(measured.ours, passed, strict=True) if p) / shared,
+        kl=kl,
+        kl_vs_none=kl / fmean(r.kl for r in measured.none),
+        accepted=fmean(passed),
+        accuracy=accuracy,
+        points=None if accuracy is None else 100 * (fmean(dense for _, dense in judged) - accuracy),
+    )
