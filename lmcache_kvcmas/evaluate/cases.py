@@ -47,6 +47,8 @@ class Case:
     """Σ ê² along the hops that the source's cache went through."""
     offset: int = 0
     """Tokens between the start of the edge's slot and the run."""
+    kind: str = ""
+    """What sort of text the run is, `Context.kind`."""
     source_prefix: Active | None = None
     """What stands in front of the run at the source; None where that is not known."""
 

@@ -10,9 +10,9 @@ from .run import Progress
 from .runs import DenseRuns
 from .workload import Context
 
-MODES = ("uncorrected", "chained", "context-free")
+MODES = ("uncorrected", "chained", "context-free", "star")
 _NONE = Predicted("none", "none")
-_DEFAULT = Predicted("attention+head", "attention", 32)
+_DEFAULT = Predicted("attention+head+chosen", "attention", 32, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class ChainRow:
     """One mode at one hop of one context's chain.
 
     ``uncorrected`` rotates the first agent's cache from agent to agent; ``chained`` corrects it at every hop;
-    ``context-free`` corrects, at every hop and with anchors of its own, the cache of the context prefilled alone.
+    ``context-free`` corrects, at every hop and with anchors of its own, the cache of the context prefilled alone;
+    ``star`` corrects, likewise, the first agent's, which is exact.
     """
 
     mode: str
@@ -48,27 +49,35 @@ def evaluate_chain(
     """Rows of all modes, hop by hop. The gate is off: every hop is corrected, so that errors can add up."""
     learned = runs.workload.anchors[:anchors]
     contexts = runs.workload.tests if contexts is None else contexts
-    edges: list[tuple[Predicted, Predicted, Predicted]] = []
+    taught: dict[tuple[str, str], tuple[Predicted, ...]] = {}
+    rows = []
     for source, destination in pairwise(agents):
         for context in learned:
             progress(f"{source}:{destination} anchor {context.id}")
             runs.run(source, context), runs.run(destination, context)
-        cases = tuple(runs.case(source, destination, context) for context in learned)
-        of_edge = Examples(cases, rank)
-        of_alone = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
-        edges.append((_NONE.learned(of_edge), _DEFAULT.learned(of_edge), _DEFAULT.learned(of_alone)))
-    rows = []
+        if (source, destination) not in taught:
+            taught[source, destination] = _taught(runs, agents[0], source, destination, learned, rank)
     for context in contexts:
-        raw = held = runs.free(agents[0], context)
+        raw = held = first = runs.free(agents[0], context)
         alone = runs.free(None, context)
-        for hop, ((source, destination), methods) in enumerate(zip(pairwise(agents), edges, strict=True), 1):
+        for hop, (source, destination) in enumerate(pairwise(agents), 1):
             progress(f"hop {hop} {context.id}")
-            start = runs.prefix(destination).tokens
             case = runs.case(source, destination, context)
-            sources = (raw, held, alone)
-            outcomes = [m.apply(replace(case, source=cache)) for m, cache in zip(methods, sources, strict=True)]
-            raw, held = (runs.model.release(o.run, start) for o in outcomes[:2])
+            both = zip(taught[source, destination], (raw, held, alone, first), strict=True)
+            outcomes = [m.apply(replace(case, source=cache)) for m, cache in both]
+            raw, held = (runs.model.release(o.run, case.prefix.tokens) for o in outcomes[:2])
             for mode, outcome, said in zip(MODES, outcomes, answers_of(case, outcomes), strict=True):
                 edge = f"{source}:{destination}"
                 rows.append(ChainRow(mode, hop, edge, context.id, said.kl, said.top1, outcome.ehat))
     return rows
+
+
+def _taught(
+    runs: DenseRuns, first: str, source: str, destination: str, contexts: Sequence[Context], rank: int
+) -> tuple[Predicted, ...]:
+    """One edge's method in each mode."""
+    cases = [runs.case(source, destination, context) for context in contexts]
+    of_edge = Examples(tuple(cases), rank)
+    of_alone = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
+    of_first = Examples(tuple(runs.case(first, destination, context) for context in contexts), rank)
+    return (_NONE.learned(of_edge), *(_DEFAULT.learned(some) for some in (of_edge, of_alone, of_first)))

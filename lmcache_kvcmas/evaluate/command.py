@@ -2,22 +2,25 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from ..errors import ConfigError
+from .ablate import AXES, ablate
 from .chain import chain_units, evaluate_chain
 from .dense import DenseModel
 from .document import document
 from .frameworks import Framework
 from .methods import build_methods
 from .ranks import effective_ranks
-from .report import tables
+from .report import ablation_tables, tables
 from .run import EvaluateSettings, evaluate, units
 from .runs import DenseRuns
 from .tasks import Counts, make_traces
@@ -52,6 +55,35 @@ class TraceOptions:
             "counts": asdict(self.counts),
             **asdict(self.settings),
         }
+
+
+def run_ablate(
+    model: Path, roles: Path, contexts: Path, edges: tuple[tuple[str, str], ...], axes: Sequence[str], out: Path | None
+) -> None:
+    """Ablate, show a table for each axis, write ``out``. Raises ConfigError or UnsupportedModelError."""
+    begun = perf_counter()
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise ConfigError(f"--axes: {unknown[0]!r} is not one; it must be all, or some of {', '.join(AXES)}")
+    workload = load_workload(roles, contexts)
+    edges = edges or tuple(pairwise(workload.roles))
+    settings = EvaluateSettings(edges, anchors=len(workload.anchors))
+    check(settings, (), workload)
+    writable(out)
+    with progress_bar(f"loading {model.name}") as bar:
+        runs = DenseRuns(DenseModel(model), workload)
+        agents = [edges[0][0], *(b for _, b in edges)]
+        bar.expect(
+            (units(runs, settings) if axes != ["topology"] else 0)
+            + (chain_units(runs, agents, 10) if "topology" in axes else 0)
+        )
+        found = ablate(runs, edges, axes, bar)
+    Console().print(ablation_tables(found))
+    if out is not None:
+        whole = document(str(model), {"edges": edges, "axes": list(axes)})
+        whole["ablations"] = msgspec.to_builtins(found)
+        whole["run"] = {"seconds": round(perf_counter() - begun, 1), "cpus": os.cpu_count()}
+        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
 
 def check(settings: EvaluateSettings, chain: tuple[str, ...], workload: Workload) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from .ablate import Ablated
 from .chain import ChainRow
 from .run import Row
 from .serve import TraceRow
@@ -77,6 +78,24 @@ def tables(rows: Sequence[Row], chain: Sequence[ChainRow], traces: Sequence[Trac
         shown.append(_LEGEND + (_EDGE_LEGEND if rows else "") + (_TRACE_LEGEND if traces else ""))
     if chain:
         shown.append(_chain_table(summarise_chain(chain)))
+    return Group(*shown)
+
+
+def ablation_tables(ablations: Mapping[str, Sequence[Ablated]]) -> RenderableType:
+    """A table for each axis; the product's default is marked."""
+    shown: list[RenderableType] = []
+    for axis, some in ablations.items():
+        table = Table(title=axis, min_width=64)
+        for column in ("value", "KL ÷ none", "recomp.", "MiB", "seconds"):
+            table.add_column(column, justify="left" if column == "value" else "right")
+        for a in some:
+            ratio = f"{a.kl_vs_none:.3f} [{a.kl_vs_none_ci[0]:.3f}–{a.kl_vs_none_ci[1]:.3f}]"
+            cells = (ratio, f"{a.recompute:.2f}", f"{a.state_bytes / 2**20:.2f}", f"{a.seconds:.2f}")
+            table.add_row(a.value, *cells, style="bold green" if a.default else None)
+        shown.append(table)
+    shown.append(
+        "One setting changed at a time; the default in bold. KL ÷ rotation only: mean of the edges, 95% interval."
+    )
     return Group(*shown)
 
 

@@ -68,5 +68,6 @@ class DenseRuns:
             head_of=partial(self.head, destination, context),
             alone_of=partial(self.alone, context),
             answer_of=partial(self.answer, destination, context),
+            kind=context.kind,
             source_prefix=self.prefix(source),
         )

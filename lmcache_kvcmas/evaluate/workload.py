@@ -16,6 +16,8 @@ class Context:
     anchor: bool
     """Fills the pool; all others are test contexts."""
     text: str
+    kind: str = ""
+    """What sort of text it is; contexts of one kind can have pools of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Workload:
 
 def load_workload(roles: Path, contexts: Path) -> Workload:
     """Read ``roles.json`` (``{"roles": {name: text}, "instructions": {name: text}}``) and ``contexts.jsonl`` (a line a
-    context: ``{"id", "use", "text"}``; ``"use": "anchor"`` fills the pool). Raises ConfigError naming file and line.
+    context: ``{"id", "use", "text"}``, with a ``"kind"`` if there are several; ``"use": "anchor"`` fills the pool).
+    Raises ConfigError naming file and line.
     """
     data = _json(_text(roles), str(roles))
     named = {key: data.get(key) if isinstance(data, dict) else None for key in ("roles", "instructions")}
@@ -60,7 +63,7 @@ def _context(data: Any, where: str) -> Context:
         raise ConfigError(f'{where}: a context is {{"id": text, "use": "anchor" or another word, "text": text}}')
     if not data["text"].strip():
         raise ConfigError(f"{where}: context {data['id']!r} has no text")
-    return Context(data["id"], data["use"] == "anchor", data["text"])
+    return Context(data["id"], data["use"] == "anchor", data["text"], str(data.get("kind", "")))
 
 
 def _text(path: Path) -> str:

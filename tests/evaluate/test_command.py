@@ -19,8 +19,8 @@ FILES = ["--roles", str(EXAMPLE / "roles.json"), "--contexts", str(EXAMPLE / "co
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--edge", "solver"], "source:destination"),
-        (["--edge", "a:b:c"], "source:destination"),
+        (["--edge", "solver"], "SOURCE:DESTINATION"),
+        (["--edge", "a:b:c"], "SOURCE:DESTINATION"),
         (["--edge", "solver:judge"], "role is 'judge'; it must be one of planner, solver"),
         (["--edge", "solver:solver"], "from one role to another"),
         (["--edge", "solver:critic", "--anchors", "17"], "--anchors is 17; only 16"),

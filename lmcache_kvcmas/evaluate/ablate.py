@@ -1,0 +1,152 @@
+"""What decides the product's defaults: one setting changed at a time, all else as it is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+import msgspec
+import torch
+
+from ..config import Settings
+from .chain import MODES, evaluate_chain
+from .measures import bootstrap
+from .methods import Method, Predicted, Sized
+from .methods.picked import POLICIES, Evicting, PerKind
+from .run import EvaluateSettings, Row, evaluate
+from .runs import DenseRuns
+from .summaries import summarise
+
+_DEFAULTS = Settings()
+_POOL = 5  # anchors where pools of one size are compared: of each kind of text there are not many more
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One value of a setting."""
+
+    axis: str
+    value: str
+    default: bool
+    method: Method
+
+
+class Ablated(msgspec.Struct, frozen=True):
+    """What one value comes to, over all edges."""
+
+    value: str
+    default: bool
+    kl_vs_none: float
+    kl_vs_none_ci: list[float]
+    recompute: float
+    state_bytes: float
+    seconds: float
+
+
+AXES = (
+    "rank",
+    "anchors",
+    "head",
+    "fraction",
+    "tokens an anchor keeps",
+    "predictor",
+    "factor dtype",
+    "eviction",
+    "pools",
+    "topology",
+)
+
+
+def variants(axes: Sequence[str]) -> list[Variant]:
+    """All of ``axes`` but `topology`, which is measured on chains."""
+    d = _DEFAULTS
+    made = {
+        "rank": [_variant("rank", n, n == d.rank, rank=n) for n in (8, 16, 32, 64, 128)],
+        "anchors": [_variant("anchors", n, n == d.max_anchors, anchors=n) for n in (1, 2, 3, 5, 10, 15, 20)],
+        "head": [_variant("head", n, n == d.head_tokens, head=n) for n in (0, 8, 16, 32, 64, 128)],
+        "fraction": [_variant("fraction", f, f == d.recompute_fraction, fraction=f) for f in (0.0, 0.05, 0.1, 0.15)],
+        "tokens an anchor keeps": [
+            _variant("tokens an anchor keeps", n, n == d.anchor_tokens, keep=n) for n in (32, 64, 128, 256, 512)
+        ],
+        "predictor": [
+            _variant("predictor", p, p == d.predictor, predictor=p) for p in ("attention", "paper", "mean", "none")
+        ],
+        "factor dtype": [
+            _variant("factor dtype", str(t).removeprefix("torch."), t == torch.bfloat16, dtype=t)
+            for t in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+        ],
+        "eviction": [
+            Variant("eviction", p, p == "mass", Evicting(f"eviction={p}", _method(), p, _POOL)) for p in POLICIES
+        ],
+        "pools": [
+            Variant("pools", "mixed", True, Sized("pools=mixed", _method(), _POOL)),
+            Variant("pools", "per kind of text", False, PerKind("pools=per kind of text", _method(), _POOL)),
+        ],
+    }
+    return [v for axis in axes for v in made.get(axis, [])]
+
+
+def ablate(
+    runs: DenseRuns, edges: Sequence[tuple[str, str]], axes: Sequence[str], progress: Callable[[str], None]
+) -> dict[str, list[Ablated]]:
+    """Each axis' values, on all edges and test contexts.
+
+    Pools learn from all anchor contexts that their size allows; sizes beyond the number of those are left out.
+    """
+    most = len(runs.workload.anchors)
+    some = [v for v in variants(axes) if v.axis != "anchors" or int(v.value) <= most]
+    methods = (Predicted("none", "none"), *(v.method for v in some))
+    settings = EvaluateSettings(tuple(edges), anchors=len(runs.workload.anchors))
+    rows = evaluate(runs, settings, methods, progress) if some else []
+    found = {axis: [_ablated(v, rows) for v in some if v.axis == axis] for axis in axes if axis != "topology"}
+    if "topology" in axes:
+        found["topology"] = _topology(runs, edges, progress)
+    return found
+
+
+def _method(head: int | None = None, fraction: float | None = None, predictor: str | None = None) -> Predicted:
+    d = _DEFAULTS
+    return Predicted(
+        "ours",
+        d.predictor if predictor is None else predictor,
+        d.head_tokens if head is None else head,
+        d.recompute_fraction if fraction is None else fraction,
+    )
+
+
+def _variant(
+    axis: str,
+    value: object,
+    default: bool,
+    *,
+    rank: int = _DEFAULTS.rank,
+    anchors: int = _DEFAULTS.max_anchors,
+    keep: int = _DEFAULTS.anchor_tokens,
+    dtype: torch.dtype = torch.bfloat16,
+    head: int | None = None,
+    fraction: float | None = None,
+    predictor: str | None = None,
+) -> Variant:
+    inner = _method(head, fraction, predictor)
+    return Variant(axis, str(value), default, Sized(f"{axis}={value}", inner, anchors, rank, keep, dtype))
+
+
+def _ablated(variant: Variant, rows: Sequence[Row]) -> Ablated:
+    of = summarise([r for r in rows if r.method in ("none", variant.method.name)])[variant.method.name]
+    return Ablated(
+        variant.value, variant.default, of.kl_vs_none, of.kl_vs_none_ci, of.recompute, of.state_bytes, of.seconds
+    )
+
+
+def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Callable[[str], None]) -> list[Ablated]:
+    """Where a correction starts from, over the chain that the edges make: all hops together, ÷ rotation only."""
+    agents = [edges[0][0], *(b for _, b in edges)]
+    if any(left[1] != right[0] for left, right in pairwise(edges)):
+        return []
+    rows = evaluate_chain(runs, agents, progress=progress)
+    none = [r.kl for r in rows if r.mode == "uncorrected"]
+    found = []
+    for mode in MODES:
+        kls = [r.kl for r in rows if r.mode == mode]
+        found.append(Ablated(mode, mode == "chained", fmean(kls) / fmean(none), bootstrap(kls, none), 0.0, 0.0, 0.0))
+    return found
