@@ -27,9 +27,10 @@ nodes: setup
 	sh tests/install_redis.sh
 	$(BIN)/python examples/two_nodes.py --model $(MODEL)
 
-# The tests want a real redis-server.
+# The tests want a real redis-server, and a browser that looks at the report.
 test: setup
 	sh tests/install_redis.sh
+	sh tests/install_chromium.sh
 	$(BIN)/python -m pytest
 
 # Half an hour of mixed traffic on a Redis that fails at random; `make test` has a minute of it.

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product as combinations
@@ -18,7 +17,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from .calibrate import Budget, HeldOut, Measured, Point, choose_theta, curve, judge
 from .dense import DenseModel
-from .document import document
+from .document import document, run_facts
 from .methods import Knobs, Method, Sized, build_methods, product
 from .serve import TraceRow
 from .terminal import progress_bar, writable
@@ -111,7 +110,7 @@ def run_calibrate(
             "curve": msgspec.to_builtins(found.curve),
             "heldout": msgspec.to_builtins(found.heldout),
         }
-        whole["run"] = {"seconds": round(perf_counter() - begun, 1), "cpus": os.cpu_count()}
+        whole["run"] = run_facts(begun)
         out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
     asked = {n: v for n, v in found.chosen.items() if len(getattr(choice, n)) > 1}
     return {"theta": found.theta, **asked}, found.heldout.within_budget

@@ -1,7 +1,6 @@
 """What `kvcmas evaluate` does once its options are parsed."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -16,7 +15,7 @@ from ..errors import ConfigError
 from .ablate import AXES, ablate
 from .chain import chain_units, evaluate_chain
 from .dense import DenseModel
-from .document import document
+from .document import document, run_facts
 from .frameworks import Framework
 from .methods import build_methods
 from .ranks import effective_ranks
@@ -82,7 +81,7 @@ def run_ablate(
     if out is not None:
         whole = document(str(model), {"edges": edges, "axes": list(axes)})
         whole["ablations"] = msgspec.to_builtins(found)
-        whole["run"] = {"seconds": round(perf_counter() - begun, 1), "cpus": os.cpu_count()}
+        whole["run"] = run_facts(begun)
         out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
 
@@ -141,5 +140,5 @@ def run_command(
     if out is not None:
         options = settings.shown() | {"workloads": traces.shown()}
         whole = document(str(model), options, rows, hops, of_traces, ranks)
-        whole["run"] = {"seconds": round(perf_counter() - begun, 1), "cpus": os.cpu_count()}
+        whole["run"] = run_facts(begun)
         out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")

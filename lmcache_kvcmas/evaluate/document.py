@@ -1,9 +1,13 @@
 """What ``--json`` writes. Scripts, `kvcmas report` and later runs read it: its names are a promise."""
 
+import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from importlib import metadata
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -60,6 +64,16 @@ def _workload(rows: Sequence[TraceRow]) -> dict[str, Any]:
         "summary": msgspec.to_builtins(summarise_traces(rows)),
         "hops": msgspec.to_builtins(summarise_hops(rows)),
         "rows": [asdict(r) for r in rows],
+    }
+
+
+def run_facts(begun: float) -> dict[str, Any]:
+    """How the figures came about; ``begun`` is what `time.perf_counter` said at the start."""
+    return {
+        "command": " ".join(["kvcmas", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(perf_counter() - begun, 1),
+        "cpus": os.cpu_count(),
     }
 
 

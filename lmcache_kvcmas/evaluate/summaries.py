@@ -12,7 +12,7 @@ from .measures import bootstrap, rank_correlation
 from .run import Row
 from .serve import TraceRow
 
-OURS = "attention+head"
+OURS = "attention+"
 """What the names of the product's own methods begin with."""
 
 R = TypeVar("R", Row, TraceRow)

@@ -33,17 +33,16 @@ class Knobs:
     fraction: float = 0.05
     """Share of a run's tokens that `chosen` recomputes beside the head."""
     theta: float = DEFAULT_THETA
+    budget: float = 0.15
+    """Share of a run's tokens that `attention+chosen` recomputes, which has no head: a cap on the whole."""
 
 
 def _ours(name: str, knobs: Knobs) -> Predicted:
     """Ours by the parts of its name: ``attention+head+chosen``."""
     kind, *parts = name.split("+")
-    return Predicted(
-        name,
-        "none" if kind == "head" else kind,
-        knobs.head if "head" in (kind, *parts) else 0,
-        knobs.fraction if "chosen" in parts else 0.0,
-    )
+    head = knobs.head if "head" in (kind, *parts) else 0
+    fraction = (knobs.fraction if "head" in parts else knobs.budget) if "chosen" in parts else 0.0
+    return Predicted(name, "none" if kind == "head" else kind, head, fraction)
 
 
 def product(predictor: str, knobs: Knobs) -> Gated:
@@ -55,7 +54,17 @@ def _gated(name: str, knobs: Knobs) -> Gated:
     return Gated(name, _ours(name.removesuffix("+gate"), knobs), knobs.theta)
 
 
-_OURS = ("none", "head", "paper", "paper+head", "mean+head", "attention", "attention+head", "attention+head+chosen")
+_OURS = (
+    "none",
+    "head",
+    "paper",
+    "paper+head",
+    "mean+head",
+    "attention",
+    "attention+head",
+    "attention+head+chosen",
+    "attention+chosen",
+)
 
 METHODS: dict[str, Callable[[Knobs], Method]] = {
     **{name: partial(_ours, name) for name in _OURS},
@@ -73,7 +82,7 @@ METHODS: dict[str, Callable[[Knobs], Method]] = {
     "kamera": lambda knobs: Kamera(),
 }
 
-DEFAULT_METHODS = tuple(METHODS)[:10]
+DEFAULT_METHODS = tuple(METHODS)[:11]
 
 __all__ = [
     "DEFAULT_METHODS",
