@@ -146,7 +146,7 @@ def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Calla
     rows = evaluate_chain(runs, agents, progress=progress)
     none = [r.kl for r in rows if r.mode == "uncorrected"]
     found = []
-    for mode in MODES:
+    for mode in (m for m in MODES if m != "gated"):
         kls = [r.kl for r in rows if r.mode == mode]
         found.append(Ablated(mode, mode == "chained", fmean(kls) / fmean(none), bootstrap(kls, none), 0.0, 0.0, 0.0))
     return found

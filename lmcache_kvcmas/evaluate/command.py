@@ -136,7 +136,8 @@ def run_command(
         }
         methods = build_methods(settings.methods, settings.knobs)
         of_traces = evaluate_traces(runs.model, served, methods, traces.settings, bar)
-    Console().print(tables(rows, hops, of_traces))
+    console = Console()
+    console.print(tables(rows, hops, of_traces, console.width))
     if out is not None:
         options = settings.shown() | {"workloads": traces.shown()}
         whole = document(str(model), options, rows, hops, of_traces, ranks)

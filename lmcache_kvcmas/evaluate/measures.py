@@ -56,7 +56,8 @@ def answer_errors(logp: Tensor, dense: Tensor) -> AnswerErrors:
     """Compare log-probabilities ``[n, V]`` with dense ones."""
     kl = (dense.exp() * (dense - logp)).double().sum(1).mean()
     same = logp.argmax(1) == dense.argmax(1)
-    return AnswerErrors(float(kl), float(same.double().mean()), bool(same.all()))
+    # Never below 0 but for rounding, where the two are the same.
+    return AnswerErrors(max(float(kl), 0.0), float(same.double().mean()), bool(same.all()))
 
 
 def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, resamples: int = 2000) -> list[float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -27,11 +28,15 @@ _TRACE_LEGEND = (
     "is each method's own."
 )
 
+_NARROW = 120
+"""Columns of a terminal below which a table is cut to what matters most."""
+_SHORT = ("KL", "÷ none", "accuracy", "recomp.", "MiB")
+
 Columns = Mapping[str, Callable[[Summary], str]]
 
 _ANSWERS: Columns = {
     "KL": lambda s: f"{1e3 * s.kl:.1f}",
-    "÷ none": lambda s: f"{s.kl_vs_none:.2f} [{s.kl_vs_none_ci[0]:.2f}–{s.kl_vs_none_ci[1]:.2f}]",
+    "÷ none": lambda s: f"{s.kl_vs_none:.2f} {_interval(s.kl_vs_none_ci)}",
     "top-1": lambda s: f"{s.top1:.3f}",
     "exact": lambda s: f"{s.exact:.2f}",
 }
@@ -52,30 +57,32 @@ _EDGES: Columns = {
 }
 _TRACES: Columns = {
     **_ANSWERS,
-    "accuracy": lambda s: (
-        ""
-        if s.accuracy is None or s.accuracy_ci is None
-        else f"{s.accuracy:.2f} [{s.accuracy_ci[0]:.2f}–{s.accuracy_ci[1]:.2f}]"
-    ),
+    "accuracy": lambda s: _figure(s.accuracy, 2),
+    "95%": lambda s: "" if s.accuracy_ci is None else _interval(s.accuracy_ci),
     **_COSTS,
     "seconds": lambda s: f"{s.seconds:.2f}",
 }
 
 
-def tables(rows: Sequence[Row], chain: Sequence[ChainRow], traces: Sequence[TraceRow] = ()) -> RenderableType:
-    """A table for each edge, for all of them, for the chain and for each workload."""
+def tables(
+    rows: Sequence[Row], chain: Sequence[ChainRow], traces: Sequence[TraceRow] = (), width: int = 200
+) -> RenderableType:
+    """A table for each edge, for all of them, for the chain and for each workload, for a terminal of ``width``."""
     shown: list[RenderableType] = []
     edges = list(dict.fromkeys(r.edge for r in rows))
     for edge in edges:
         some = [r for r in rows if r.edge == edge]
-        shown.append(_table(f"{edge} ({len({r.context for r in some})} transitions)", summarise(some), _EDGES))
+        shown.append(_table(f"{edge} ({len({r.context for r in some})} transitions)", summarise(some), _EDGES, width))
     if len(edges) > 1:
-        shown.append(_table(f"all {len(edges)} edges", summarise(rows), _EDGES))
+        shown.append(_table(f"all {len(edges)} edges", summarise(rows), _EDGES, width))
     for name in dict.fromkeys(r.workload for r in traces):
         here = [r for r in traces if r.workload == name]
-        shown.append(_table(f"{name} ({len({r.trace for r in here})} traces)", summarise_traces(here), _TRACES))
+        title = f"{name} ({len({r.trace for r in here})} traces)"
+        shown.append(_table(title, summarise_traces(here), _TRACES, width))
     if shown:
         shown.append(_LEGEND + (_EDGE_LEGEND if rows else "") + (_TRACE_LEGEND if traces else ""))
+        if width < _NARROW:
+            shown.append(f"A terminal of {_NARROW} columns shows more; --json has all.")
     if chain:
         shown.append(_chain_table(summarise_chain(chain)))
     return Group(*shown)
@@ -85,7 +92,7 @@ def ablation_tables(ablations: Mapping[str, Sequence[Ablated]]) -> RenderableTyp
     """A table for each axis; the product's default is marked."""
     shown: list[RenderableType] = []
     for axis, some in ablations.items():
-        table = Table(title=axis, min_width=64)
+        table = Table(title=axis, box=SIMPLE, pad_edge=False)
         for column in ("value", "KL ÷ none", "recomp.", "MiB", "seconds"):
             table.add_column(column, justify="left" if column == "value" else "right")
         for a in some:
@@ -99,13 +106,16 @@ def ablation_tables(ablations: Mapping[str, Sequence[Ablated]]) -> RenderableTyp
     return Group(*shown)
 
 
-def _table(title: str, summaries: Mapping[str, Summary], columns: Columns) -> Table:
-    table = Table(title=title)
-    table.add_column("method")
-    for name in columns:
-        table.add_column(name, justify="right")
+def _table(title: str, summaries: Mapping[str, Summary], columns: Columns, width: int) -> Table:
+    table = Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+    table.add_column("method", no_wrap=True)
+    chosen = {name: show for name, show in columns.items() if width >= _NARROW or name in _SHORT}
+    if all(s.accuracy is None for s in summaries.values()):
+        chosen = {name: show for name, show in chosen.items() if name not in ("accuracy", "95%")}
+    for name in chosen:
+        table.add_column(name, justify="right", no_wrap=True)
     for method, summary in summaries.items():
-        table.add_row(method, *(show(summary) for show in columns.values()))
+        table.add_row(method, *(show(summary) for show in chosen.values()))
     return table
 
 
@@ -113,12 +123,17 @@ def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _interval(ci: Sequence[float]) -> str:
+    return f"[{ci[0]:.2f}–{ci[1]:.2f}]"
+
+
 def _chain_table(summaries: Sequence[ChainSummary]) -> Table:
-    hops = sorted({s.hop for s in summaries})
-    table = Table(title="chain: KL to dense (1e-3 nats) hop by hop, gate off")
-    table.add_column("mode")
-    for hop in hops:
-        table.add_column(next(f"{hop}: {s.edge}" for s in summaries if s.hop == hop), justify="right")
-    for mode in dict.fromkeys(s.mode for s in summaries):
-        table.add_row(mode, *(f"{1e3 * s.kl:.1f}" for s in summaries if s.mode == mode))
+    table = Table(title="chain: KL to dense (1e-3 nats) hop by hop", box=SIMPLE, pad_edge=False)
+    modes = list(dict.fromkeys(s.mode for s in summaries))
+    table.add_column("hop")
+    for mode in modes:
+        table.add_column(mode, justify="right")
+    for hop in sorted({s.hop for s in summaries}):
+        here = {s.mode: s for s in summaries if s.hop == hop}
+        table.add_row(f"{hop}: {here[modes[0]].edge}", *(f"{1e3 * here[mode].kl:.1f}" for mode in modes))
     return table

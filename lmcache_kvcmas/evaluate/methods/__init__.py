@@ -87,6 +87,7 @@ DEFAULT_METHODS = tuple(METHODS)[:11]
 __all__ = [
     "DEFAULT_METHODS",
     "METHODS",
+    "Gated",
     "Knobs",
     "Method",
     "Oracle",

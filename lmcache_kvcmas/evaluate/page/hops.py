@@ -45,7 +45,7 @@ def hops_section(document: Document) -> Section:
 
 def _chain_lines(hops: Sequence[ChainHop]) -> list[Line]:
     """``chained`` is what is served: it is ours."""
-    kinds = {"chained": Kind.OURS, "context-free": Kind.REFERENCE}
+    kinds = {"chained": Kind.OURS, "gated": Kind.OURS, "context-free": Kind.REFERENCE}
     return [
         _line(mode, kinds.get(mode, Kind.OTHER), [h for h in hops if h.mode == mode])
         for mode in dict.fromkeys(h.mode for h in hops)
