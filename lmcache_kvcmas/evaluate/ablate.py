@@ -143,10 +143,11 @@ def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Calla
     agents = [edges[0][0], *(b for _, b in edges)]
     if any(left[1] != right[0] for left, right in pairwise(edges)):
         return []
-    rows = evaluate_chain(runs, agents, progress=progress)
+    modes = [m for m in MODES if m != "gated"]
+    rows = evaluate_chain(runs, agents, progress=progress, modes=modes)
     none = [r.kl for r in rows if r.mode == "uncorrected"]
     found = []
-    for mode in (m for m in MODES if m != "gated"):
+    for mode in modes:
         kls = [r.kl for r in rows if r.mode == mode]
         found.append(Ablated(mode, mode == "chained", fmean(kls) / fmean(none), bootstrap(kls, none), 0.0, 0.0, 0.0))
     return found

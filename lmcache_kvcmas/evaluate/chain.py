@@ -11,9 +11,10 @@ from .runs import DenseRuns
 from .workload import Context
 
 MODES = ("uncorrected", "chained", "context-free", "star", "gated")
+_CHAINED = ("uncorrected", "chained", "gated")
 _NONE = Predicted("none", "none")
 _DEFAULT = Predicted("attention+head+chosen", "attention", 32, 0.05)
-_GATED = Gated("gated", _DEFAULT)
+_METHODS: dict[str, Method] = {"uncorrected": _NONE, "gated": Gated("gated", _DEFAULT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +48,56 @@ def evaluate_chain(
     rank: int = 32,
     contexts: Sequence[Context] | None = None,
     progress: Progress = lambda what: None,
+    modes: Sequence[str] = MODES,
 ) -> list[ChainRow]:
-    """Rows of all modes, hop by hop. But for ``gated``, every hop is corrected, so that errors can add up."""
+    """Rows of ``modes``, hop by hop. But for ``gated``, every hop is corrected, so that errors can add up."""
     learned = runs.workload.anchors[:anchors]
     contexts = runs.workload.tests if contexts is None else contexts
-    taught: dict[tuple[str, str], tuple[Method, ...]] = {}
+    taught: dict[tuple[str, str], list[Method]] = {}
     rows = []
     for source, destination in pairwise(agents):
         for context in learned:
             progress(f"{source}:{destination} anchor {context.id}")
             runs.run(source, context), runs.run(destination, context)
         if (source, destination) not in taught:
-            taught[source, destination] = _taught(runs, agents[0], source, destination, learned, rank)
+            taught[source, destination] = _taught(runs, agents[0], source, destination, learned, rank, modes)
     for context in contexts:
-        raw = held = gated = first = runs.free(agents[0], context)
-        error2 = 0.0
-        alone = runs.free(None, context)
+        first, alone = runs.free(agents[0], context), runs.free(None, context)
+        held = {mode: alone if mode == "context-free" else first for mode in modes}
+        error2 = dict.fromkeys(modes, 0.0)
         for hop, (source, destination) in enumerate(pairwise(agents), 1):
             progress(f"hop {hop} {context.id}")
             case = runs.case(source, destination, context)
-            both = zip(taught[source, destination], (raw, held, alone, first, gated), strict=True)
-            outcomes = [m.apply(replace(case, source=cache, error2=error2)) for m, cache in both]
-            raw, held, gated = (runs.model.release(outcomes[i].run, case.prefix.tokens) for i in (0, 1, 4))
-            error2 = error2 + (outcomes[4].ehat or 0.0) ** 2 if outcomes[4].accepted else 0.0
-            for mode, outcome, said in zip(MODES, outcomes, answers_of(case, outcomes), strict=True):
+            both = list(zip(modes, taught[source, destination], strict=True))
+            outcomes = [m.apply(replace(case, source=held[mode], error2=error2[mode])) for mode, m in both]
+            for mode, outcome, said in zip(modes, outcomes, answers_of(case, outcomes), strict=True):
+                if mode in _CHAINED:
+                    held[mode] = runs.model.release(outcome.run, case.prefix.tokens)
+                    error2[mode] = error2[mode] + (outcome.ehat or 0.0) ** 2 if outcome.accepted else 0.0
                 edge = f"{source}:{destination}"
                 rows.append(ChainRow(mode, hop, edge, context.id, said.kl, said.top1, outcome.ehat))
     return rows
 
 
 def _taught(
-    runs: DenseRuns, first: str, source: str, destination: str, contexts: Sequence[Context], rank: int
-) -> tuple[Method, ...]:
+    runs: DenseRuns,
+    first: str,
+    source: str,
+    destination: str,
+    contexts: Sequence[Context],
+    rank: int,
+    modes: Sequence[str],
+) -> list[Method]:
     """One edge's method in each mode."""
     cases = [runs.case(source, destination, context) for context in contexts]
     of_edge = Examples(tuple(cases), rank)
-    of_alone = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
-    of_first = Examples(tuple(runs.case(first, destination, context) for context in contexts), rank)
-    ungated = (_DEFAULT.learned(some) for some in (of_edge, of_alone, of_first))
-    return (_NONE.learned(of_edge), *ungated, _GATED.learned(of_edge))
+    methods: list[Method] = []
+    for mode in modes:
+        examples = of_edge
+        if mode == "context-free":
+            examples = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
+        elif mode == "star":
+            examples = Examples(tuple(runs.case(first, destination, context) for context in contexts), rank)
+        method = _METHODS.get(mode, _DEFAULT)
+        methods.append(method.learned(examples))
+    return methods

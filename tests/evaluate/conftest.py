@@ -41,7 +41,7 @@ def long_chain(runs: DenseRuns) -> list[ChainRow]:
     own = load_workload(OWN / "roles.json", WORKLOAD / "contexts.jsonl")
     eight = DenseRuns(runs.model, own)
     shortest = sorted(own.tests, key=lambda c: len(c.text))[:3]
-    return evaluate_chain(eight, [*own.roles] * 3, anchors=10, contexts=shortest)
+    return evaluate_chain(eight, [*own.roles] * 3, anchors=6, contexts=shortest, modes=("uncorrected", "gated"))
 
 
 @pytest.fixture(scope="session")
