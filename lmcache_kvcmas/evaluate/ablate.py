@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-import msgspec
 import torch
 
 from ..config import Settings
 from .chain import MODES, evaluate_chain
+from .figures import Variant
 from .measures import bootstrap
 from .methods import Method, Predicted, Sized
 from .methods.picked import POLICIES, Evicting, PerKind
@@ -22,25 +22,13 @@ _POOL = 5  # anchors where pools of one size are compared: of each kind of text 
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class Tried:
     """One value of a setting."""
 
     axis: str
     value: str
     default: bool
     method: Method
-
-
-class Ablated(msgspec.Struct, frozen=True):
-    """What one value comes to, over all edges."""
-
-    value: str
-    default: bool
-    kl_vs_none: float
-    kl_vs_none_ci: list[float]
-    recompute: float
-    state_bytes: float
-    seconds: float
 
 
 AXES = (
@@ -57,7 +45,7 @@ AXES = (
 )
 
 
-def variants(axes: Sequence[str]) -> list[Variant]:
+def variants(axes: Sequence[str]) -> list[Tried]:
     """All of ``axes`` but `topology`, which is measured on chains."""
     d = _DEFAULTS
     made = {
@@ -76,11 +64,11 @@ def variants(axes: Sequence[str]) -> list[Variant]:
             for t in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
         ],
         "eviction": [
-            Variant("eviction", p, p == "mass", Evicting(f"eviction={p}", _method(), p, _POOL)) for p in POLICIES
+            Tried("eviction", p, p == "mass", Evicting(f"eviction={p}", _method(), p, _POOL)) for p in POLICIES
         ],
         "pools": [
-            Variant("pools", "mixed", True, Sized("pools=mixed", _method(), _POOL)),
-            Variant("pools", "per kind of text", False, PerKind("pools=per kind of text", _method(), _POOL)),
+            Tried("pools", "mixed", True, Sized("pools=mixed", _method(), _POOL)),
+            Tried("pools", "per kind of text", False, PerKind("pools=per kind of text", _method(), _POOL)),
         ],
     }
     return [v for axis in axes for v in made.get(axis, [])]
@@ -88,7 +76,7 @@ def variants(axes: Sequence[str]) -> list[Variant]:
 
 def ablate(
     runs: DenseRuns, edges: Sequence[tuple[str, str]], axes: Sequence[str], progress: Callable[[str], None]
-) -> dict[str, list[Ablated]]:
+) -> dict[str, list[Variant]]:
     """Each axis' values, on all edges and test contexts.
 
     Pools learn from all anchor contexts that their size allows; sizes beyond the number of those are left out.
@@ -126,19 +114,25 @@ def _variant(
     head: int | None = None,
     fraction: float | None = None,
     predictor: str | None = None,
-) -> Variant:
+) -> Tried:
     inner = _method(head, fraction, predictor)
-    return Variant(axis, str(value), default, Sized(f"{axis}={value}", inner, anchors, rank, keep, dtype))
+    return Tried(axis, str(value), default, Sized(f"{axis}={value}", inner, anchors, rank, keep, dtype))
 
 
-def _ablated(variant: Variant, rows: Sequence[Row]) -> Ablated:
+def _ablated(variant: Tried, rows: Sequence[Row]) -> Variant:
     of = summarise([r for r in rows if r.method in ("none", variant.method.name)])[variant.method.name]
-    return Ablated(
-        variant.value, variant.default, of.kl_vs_none, of.kl_vs_none_ci, of.recompute, of.state_bytes, of.seconds
+    return Variant(
+        value=variant.value,
+        default=variant.default,
+        kl_vs_none=of.kl_vs_none,
+        kl_vs_none_ci=of.kl_vs_none_ci,
+        recompute=of.recompute,
+        state_bytes=of.state_bytes,
+        seconds=of.seconds,
     )
 
 
-def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Callable[[str], None]) -> list[Ablated]:
+def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Callable[[str], None]) -> list[Variant]:
     """Where a correction starts from, over the chain that the edges make: all hops together, ÷ rotation only."""
     agents = [edges[0][0], *(b for _, b in edges)]
     if any(left[1] != right[0] for left, right in pairwise(edges)):
@@ -149,5 +143,5 @@ def _topology(runs: DenseRuns, edges: Sequence[tuple[str, str]], progress: Calla
     found = []
     for mode in modes:
         kls = [r.kl for r in rows if r.mode == mode]
-        found.append(Ablated(mode, mode == "chained", fmean(kls) / fmean(none), bootstrap(kls, none), 0.0, 0.0, 0.0))
+        found.append(Variant(mode, fmean(kls) / fmean(none), bootstrap(kls, none), mode == "chained"))
     return found

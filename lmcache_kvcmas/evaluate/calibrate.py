@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-import msgspec
-
 from ..errors import ConfigError
+from .figures import CurvePoint, HeldOut
 from .measures import bootstrap
 from .serve import TraceRow
 
@@ -40,41 +39,6 @@ class Budget(NamedTuple):
         return f"{self.measure}<={self.limit:g}"
 
 
-class Point(msgspec.Struct, frozen=True):
-    """What a θ comes to."""
-
-    theta: float
-    reuse: float
-    """Shared tokens that were neither recomputed nor refused ÷ all of them."""
-    kl: float
-    kl_vs_none: float
-    accepted: float
-    """Share of calls whose takeover passed."""
-    accuracy: float | None
-    points: float | None
-    """Percentage points of accuracy lost to dense."""
-
-    def spent(self, budget: Budget) -> float:
-        """Of the budget. Raises ConfigError where it is one of accuracy and nothing was judged."""
-        value = {"kl": self.kl, "kl_vs_none": self.kl_vs_none, "points": self.points}[budget.measure]
-        if value is None:
-            raise ConfigError(f"--budget {budget}: no trace has a right answer; give tasks or traces that have")
-        return value
-
-
-class HeldOut(msgspec.Struct, frozen=True):
-    """The chosen θ on traces that had no part in choosing it, with the gate really in the way."""
-
-    reuse: float
-    kl: float
-    kl_ci: list[float]
-    kl_vs_none: float
-    accepted: float
-    accuracy: float | None
-    points: float | None
-    within_budget: bool
-
-
 class Measured(NamedTuple):
     """The same calls by the method, by rotation only and by dense prefill."""
 
@@ -87,7 +51,7 @@ class Measured(NamedTuple):
         return cls(*([r for r in rows if r.method == name] for name in (method, "none", "dense")))
 
 
-def curve(measured: Measured) -> list[Point]:
+def curve(measured: Measured) -> list[CurvePoint]:
     """A point for every θ at which one more call is accepted, from none at all.
 
     ``ours`` ran with the gate open. What a θ refuses counts as dense: no error, no reuse. In service a refusal also
@@ -97,9 +61,9 @@ def curve(measured: Measured) -> list[Point]:
     return [_point(measured, theta) for theta in [0.0, *ehats]]
 
 
-def choose_theta(points: Sequence[Point], budget: Budget) -> Point:
+def choose_theta(points: Sequence[CurvePoint], budget: Budget) -> CurvePoint:
     """The point of most reuse within the budget; the first, at which nothing is reused, always is."""
-    return max((p for p in points if p.spent(budget) <= budget.limit), key=lambda p: (p.reuse, -p.theta))
+    return max((p for p in points if spent(p, budget) <= budget.limit), key=lambda p: (p.reuse, -p.theta))
 
 
 def judge(measured: Measured, theta: float, budget: Budget) -> HeldOut:
@@ -116,11 +80,19 @@ def judge(measured: Measured, theta: float, budget: Budget) -> HeldOut:
         accepted=fmean(r.accepted for r in measured.ours),
         accuracy=point.accuracy,
         points=point.points,
-        within_budget=point.spent(budget) <= budget.limit,
+        within_budget=spent(point, budget) <= budget.limit,
     )
 
 
-def _point(measured: Measured, theta: float) -> Point:
+def spent(point: CurvePoint, budget: Budget) -> float:
+    """Of the budget. Raises ConfigError where it is one of accuracy and nothing was judged."""
+    value = {"kl": point.kl, "kl_vs_none": point.kl_vs_none, "points": point.points}[budget.measure]
+    if value is None:
+        raise ConfigError(f"--budget {budget}: no trace has a right answer; give tasks or traces that have")
+    return value
+
+
+def _point(measured: Measured, theta: float) -> CurvePoint:
     passed = [r.ehat is None or r.ehat <= theta for r in measured.ours]
     shared = sum(r.shared for r in measured.ours)
     kl = sum(r.kl for r, p in zip(measured.ours, passed, strict=True) if p) / len(passed)
@@ -128,7 +100,7 @@ def _point(measured: Measured, theta: float) -> Point:
     scores = [(r.score if p else d.score, d.score) for r, d, p in both]
     judged = [(mine, dense) for mine, dense in scores if mine is not None and dense is not None]
     accuracy = fmean(mine for mine, _ in judged) if judged else None
-    return Point(
+    return CurvePoint(
         theta=theta,
         reuse=sum(r.reuse * r.shared for r, p in zip(measured.ours, passed, strict=True) if p) / shared,
         kl=kl,

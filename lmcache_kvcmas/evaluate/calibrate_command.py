@@ -15,9 +15,10 @@ from rich.table import Table
 
 from ..config import Settings
 from ..errors import ConfigError
-from .calibrate import Budget, HeldOut, Measured, Point, choose_theta, curve, judge
+from .calibrate import Budget, Measured, choose_theta, curve, judge
 from .dense import DenseModel
 from .document import document, run_facts
+from .figures import CurvePoint, HeldOut
 from .methods import Knobs, Method, Sized, build_methods, product
 from .serve import TraceRow
 from .terminal import progress_bar, writable
@@ -46,7 +47,7 @@ class Calibrated:
 
     chosen: dict[str, int]
     theta: float
-    curve: Sequence[Point]
+    curve: Sequence[CurvePoint]
     heldout: HeldOut
     rows: Sequence[TraceRow]
     """Of the held-out traces."""

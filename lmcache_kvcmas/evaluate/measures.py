@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..choose import except_rows
 from .dense import Active
+from .figures import Interval
 
 
 class CacheErrors(NamedTuple):
@@ -60,14 +61,15 @@ def answer_errors(logp: Tensor, dense: Tensor) -> AnswerErrors:
     return AnswerErrors(max(float(kl), 0.0), float(same.double().mean()), bool(same.all()))
 
 
-def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, resamples: int = 2000) -> list[float]:
-    """95% interval ``[low, high]`` of the mean of ``values``, or of the ratio of means to ``below`` (paired)."""
+def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, resamples: int = 2000) -> Interval:
+    """95% interval of the mean of ``values``, or of the ratio of means to ``below`` (paired)."""
     x = torch.tensor(values, dtype=torch.float64)
     draws = torch.randint(len(x), (resamples, len(x)), generator=torch.Generator().manual_seed(0))
     means = x[draws].mean(1)
     if below is not None:
         means = means / torch.tensor(below, dtype=torch.float64)[draws].mean(1)
-    return [float(q) for q in torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64))]
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

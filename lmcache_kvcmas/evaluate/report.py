@@ -6,11 +6,11 @@ from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from .ablate import Ablated
 from .chain import ChainRow
+from .figures import ChainHop, Interval, Summary, Variant
 from .run import Row
 from .serve import TraceRow
-from .summaries import ChainSummary, Summary, summarise, summarise_chain, summarise_traces
+from .summaries import summarise, summarise_chain, summarise_traces
 
 _LEGEND = (
     "KL: 1e-3 nats to dense, over the teacher-forced tokens of dense's own answer; ÷ none: against rotation only, with "
@@ -60,7 +60,7 @@ _TRACES: Columns = {
     "accuracy": lambda s: _figure(s.accuracy, 2),
     "95%": lambda s: "" if s.accuracy_ci is None else _interval(s.accuracy_ci),
     **_COSTS,
-    "seconds": lambda s: f"{s.seconds:.2f}",
+    "seconds": lambda s: _figure(s.seconds, 2),
 }
 
 
@@ -88,7 +88,7 @@ def tables(
     return Group(*shown)
 
 
-def ablation_tables(ablations: Mapping[str, Sequence[Ablated]]) -> RenderableType:
+def ablation_tables(ablations: Mapping[str, Sequence[Variant]]) -> RenderableType:
     """A table for each axis; the product's default is marked."""
     shown: list[RenderableType] = []
     for axis, some in ablations.items():
@@ -97,7 +97,8 @@ def ablation_tables(ablations: Mapping[str, Sequence[Ablated]]) -> RenderableTyp
             table.add_column(column, justify="left" if column == "value" else "right")
         for a in some:
             ratio = f"{a.kl_vs_none:.3f} [{a.kl_vs_none_ci[0]:.3f}–{a.kl_vs_none_ci[1]:.3f}]"
-            cells = (ratio, f"{a.recompute:.2f}", f"{a.state_bytes / 2**20:.2f}", f"{a.seconds:.2f}")
+            mib = None if a.state_bytes is None else a.state_bytes / 2**20
+            cells = (ratio, _figure(a.recompute, 2), _figure(mib, 2), _figure(a.seconds, 2))
             table.add_row(a.value, *cells, style="bold green" if a.default else None)
         shown.append(table)
     shown.append(
@@ -123,11 +124,11 @@ def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _interval(ci: Sequence[float]) -> str:
+def _interval(ci: Interval) -> str:
     return f"[{ci[0]:.2f}–{ci[1]:.2f}]"
 
 
-def _chain_table(summaries: Sequence[ChainSummary]) -> Table:
+def _chain_table(summaries: Sequence[ChainHop]) -> Table:
     table = Table(title="chain: KL to dense (1e-3 nats) hop by hop", box=SIMPLE, pad_edge=False)
     modes = list(dict.fromkeys(s.mode for s in summaries))
     table.add_column("hop")

@@ -5,9 +5,8 @@ from itertools import groupby
 from statistics import fmean
 from typing import TypeVar
 
-import msgspec
-
 from .chain import MODES, ChainRow
+from .figures import Better, ChainHop, Hop, Summary
 from .measures import bootstrap, rank_correlation
 from .run import Row
 from .serve import TraceRow
@@ -16,77 +15,6 @@ OURS = "attention+"
 """What the names of the product's own methods begin with."""
 
 R = TypeVar("R", Row, TraceRow)
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """One method's means over transitions; over edges, and over traces, of these."""
-
-    kl: float
-    kl_ci: list[float]
-    """95%, bootstrap over contexts; over whole traces, where there are any."""
-    kl_vs_none: float
-    """KL ÷ KL of rotation only: ratio of means on each edge, then the mean over edges."""
-    kl_vs_none_ci: list[float]
-    """95%, paired bootstrap."""
-    top1: float
-    exact: float
-    recompute: float
-    """Recomputed tokens x layers ÷ those of what was shared."""
-    state_bytes: float
-    """Kept for the edge and a run, beyond the source's cache."""
-    reference_prefills: float
-    """Prefills of the context that only this method needs."""
-    accepted: float
-    """Share of transitions that its gate let pass; 1 where it has none."""
-    seconds: float
-    """In the method, a call."""
-    reuse: float | None = None
-    """Shared tokens that were neither recomputed nor refused ÷ all of them."""
-    kv_error: float | None = None
-    res_k: float | None = None
-    res_v: float | None = None
-    ehat: float | None = None
-    error_over_ehat: float | None = None
-    """Mean of true error of what was not recomputed ÷ ê."""
-    ehat_rank_correlation: float | None = None
-    """Spearman's, of ê with the true error."""
-    accuracy: float | None = None
-    """Of answers to a task; None where there is no task."""
-    accuracy_ci: list[float] | None = None
-
-
-class ChainSummary(msgspec.Struct, frozen=True):
-    mode: str
-    hop: int
-    edge: str
-    kl: float
-    kl_ci: list[float]
-    top1: float
-
-
-class HopSummary(msgspec.Struct, frozen=True):
-    """One method at one hop of a workload's traces."""
-
-    method: str
-    hop: int
-    kl: float
-    kl_ci: list[float]
-    kl_vs_none: float
-    top1: float
-    exact: float
-
-
-class Better(msgspec.Struct, frozen=True):
-    """``method`` less ``than``, paired; ``ci`` does not hold 0."""
-
-    workload: str | None
-    """None: the edges."""
-    method: str
-    than: str
-    measure: str
-    """``kl`` or ``accuracy``."""
-    difference: float
-    ci: list[float]
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Summary]:
@@ -151,11 +79,11 @@ def _of_traces(rows: Sequence[TraceRow], none: dict[str, float]) -> Summary:
     )
 
 
-def summarise_hops(rows: Sequence[TraceRow]) -> list[HopSummary]:
+def summarise_hops(rows: Sequence[TraceRow]) -> list[Hop]:
     """Method by method and hop by hop."""
     none = {hop: fmean(r.kl for r in rows if (r.method, r.hop) == ("none", hop)) for hop in {r.hop for r in rows}}
     return [
-        HopSummary(
+        Hop(
             method=method,
             hop=hop,
             kl=fmean(r.kl for r in here),
@@ -170,16 +98,14 @@ def summarise_hops(rows: Sequence[TraceRow]) -> list[HopSummary]:
     ]
 
 
-def summarise_chain(rows: Sequence[ChainRow]) -> list[ChainSummary]:
+def summarise_chain(rows: Sequence[ChainRow]) -> list[ChainHop]:
     """Mode by mode and hop by hop."""
     summaries = []
     for mode in MODES:
         for hop in sorted({r.hop for r in rows}):
             some = [r for r in rows if (r.mode, r.hop) == (mode, hop)]
             kls = [r.kl for r in some]
-            summaries.append(
-                ChainSummary(mode, hop, some[0].edge, fmean(kls), bootstrap(kls), fmean(r.top1 for r in some))
-            )
+            summaries.append(ChainHop(mode, hop, some[0].edge, fmean(kls), bootstrap(kls), fmean(r.top1 for r in some)))
     return summaries
 
 
@@ -209,9 +135,9 @@ def _compared(workload: str | None, measure: str, values: dict[str, dict[str, fl
                 continue
             mean = fmean(differences)
             if sign * mean > 0:
-                yield Better(workload, mine, other, measure, mean, [low, high])
+                yield Better(mine, other, measure, mean, (low, high), workload)
             else:
-                yield Better(workload, other, mine, measure, -mean, [-high, -low])
+                yield Better(other, mine, measure, -mean, (-high, -low), workload)
 
 
 def _by_method(rows: Iterable[R]) -> dict[str, list[R]]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from ..figures import Variant
 from .canvas import HALF, TEXT, Canvas, Chart, Theme
-from .documents import Variant
 from .labels import log_range, log_ticks, width_of
 from .numbers import percent, ratio, shortened, tick
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from ..figures import Interval, Summary
 from .canvas import NARROW, Chart, Theme
-from .documents import Interval, Summary
 from .kinds import Entry, Kind
 from .lanes import Panel, narrow_lanes, wide_lanes
 from .numbers import figure, mib, nats, percent, ratio

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..figures import Interval
 from .canvas import HALF, MARKERS, TEXT, Canvas, Chart, Theme
-from .documents import Interval, Ranks
+from .documents import Ranks
 from .kinds import Kind
 from .labels import log_range, log_ticks, pixels, spread, width_of
 from .numbers import figure, shortened

@@ -1,40 +1,12 @@
 """The JSON files of `kvcmas evaluate`, `calibrate` and `ablate`, read and checked."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from ...errors import ConfigError
-
-Interval = tuple[float, float]
-"""95%: low, high."""
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """One method's means. KL in nats; ``recompute`` is a share of tokens x layers."""
-
-    kl: float
-    kl_ci: Interval
-    kl_vs_none: float
-    kl_vs_none_ci: Interval
-    top1: Share
-    exact: Share
-    recompute: float
-    state_bytes: float
-    reference_prefills: float = 0.0
-    accepted: Share = 1.0
-    reuse: float | None = None
-    accuracy: Share | None = None
-    accuracy_ci: Interval | None = None
-    kv_error: float | None = None
-    res_k: float | None = None
-    res_v: float | None = None
-    ehat: float | None = None
-    error_over_ehat: float | None = None
-    ehat_rank_correlation: float | None = None
-    seconds: float | None = None
+from ..figures import Better, ChainHop, CurvePoint, HeldOut, Hop, Summary, Variant
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -59,15 +31,6 @@ class Row(msgspec.Struct, frozen=True):
     seconds: float | None = None
 
 
-class ChainHop(msgspec.Struct, frozen=True):
-    mode: str
-    hop: int
-    edge: str
-    kl: float
-    kl_ci: Interval
-    top1: float | None = None
-
-
 class Chain(msgspec.Struct, frozen=True):
     summary: tuple[ChainHop, ...]
 
@@ -81,56 +44,11 @@ class Ranks(msgspec.Struct, frozen=True):
     base_v: tuple[float, ...] = ()
 
 
-class Hop(msgspec.Struct, frozen=True):
-    method: str
-    hop: int
-    kl: float
-    kl_ci: Interval
-    kl_vs_none: float | None = None
-    top1: float | None = None
-    exact: float | None = None
-
-
 class Workload(msgspec.Struct, frozen=True):
     summary: dict[str, Summary]
     traces: int | None = None
     seeds: int | None = None
     hops: tuple[Hop, ...] = ()
-
-
-class Better(msgspec.Struct, frozen=True):
-    """A paired difference, ``method`` less ``than``, whose interval excludes 0."""
-
-    method: str
-    than: str
-    measure: str
-    """``kl`` or ``accuracy``."""
-    difference: float
-    ci: Interval
-    workload: str | None = None
-    """None: the edges."""
-
-
-class CurvePoint(msgspec.Struct, frozen=True):
-    theta: float
-    reuse: float
-    kl: float
-    kl_vs_none: float | None = None
-    accepted: float | None = None
-    accuracy: float | None = None
-    points: float | None = None
-    """Percentage points of accuracy lost to dense prefill."""
-
-
-class HeldOut(msgspec.Struct, frozen=True):
-    reuse: float
-    kl: float
-    within_budget: bool
-    kl_ci: Interval | None = None
-    kl_vs_none: float | None = None
-    accepted: float | None = None
-    accuracy: float | None = None
-    points: float | None = None
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -140,18 +58,6 @@ class Calibration(msgspec.Struct, frozen=True):
     """Of development traces, by rising θ."""
     heldout: HeldOut | None = None
     file: str | None = None
-
-
-class Variant(msgspec.Struct, frozen=True):
-    """One value of an ablated setting."""
-
-    value: str
-    kl_vs_none: float
-    kl_vs_none_ci: Interval
-    default: bool = False
-    recompute: float | None = None
-    state_bytes: float | None = None
-    seconds: float | None = None
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from ..figures import ChainHop, Hop
 from .curves import Line, hops_chart
-from .documents import ChainHop, Document, Hop
+from .documents import Document
 from .kinds import Kind, kind_of
 from .parts import Part, Section, slugs
 from .scopes import edge_name

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from .documents import Summary
+from ..figures import Summary
 
 
 class Kind(Enum):

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ..figures import Interval, Summary
 from .canvas import MARKERS, SIZES, TEXT, Canvas, Theme
-from .documents import Interval, Summary
 from .kinds import Entry, Kind
 from .labels import log_range, log_ticks, width_of
 from .numbers import shortened, tick

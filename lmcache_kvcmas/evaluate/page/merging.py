@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from ...errors import ConfigError
-from .documents import Chain, Document, Summary, Workload
+from ..figures import Summary
+from .documents import Chain, Document, Workload
 
 Value = TypeVar("Value")
 

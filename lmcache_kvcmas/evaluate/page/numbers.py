@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import floor, isfinite, log10
 
-from .documents import Interval
+from ..figures import Interval
 
 NATS = "×\N{NO-BREAK SPACE}10⁻³\N{NO-BREAK SPACE}nats"
 """Behind what `nats` gives, in sentences."""

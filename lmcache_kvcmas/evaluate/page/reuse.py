@@ -8,8 +8,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..figures import CurvePoint, HeldOut, Interval
 from .canvas import NARROW, Canvas, Chart, Theme
-from .documents import Calibration, CurvePoint, HeldOut, Interval
+from .documents import Calibration
 from .labels import Box, beside, pixels, width_of
 from .numbers import percent, tick
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .documents import Calibration, ChainHop, CurvePoint, HeldOut, Hop, Interval, Ranks, Row, Summary, Variant
+from ..figures import ChainHop, CurvePoint, HeldOut, Hop, Interval, Summary, Variant
+from .documents import Calibration, Ranks, Row
 from .kinds import Entry, Kind, kind_of
 from .numbers import duration, figure, mib, nats, nats_span, percent, ratio, ratios, shares, tick
 from .scopes import edge_name

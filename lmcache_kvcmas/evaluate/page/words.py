@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from .documents import Better, Document, Interval
+from ..figures import Better, Interval
+from .documents import Document
 from .kinds import Entry, Kind, predictions
 from .numbers import NATS, listed, nats, nats_span, percent, ratio, tick
 from .scopes import Scope, scopes
