@@ -24,7 +24,9 @@ class Load:
     spans: tuple[Span, ...]
     """Contiguous, from the first token that vLLM does not have."""
     tokens: tuple[tuple[int, ...], ...]
-    """Of each span that has to be computed, or may have to be; empty for others."""
+    """Of each span that the model computes, or may have to, whole or in part; empty for others."""
+    tag: bytes = b""
+    """`plans.plan_tag` of the plan that the spans are a part of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Judged:
     reason: str
     computed: bool = False
     """Refused, and computed in place instead."""
+    recomputed: int = 0
+    """Tokens of an accepted span that were chosen to be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,20 +113,25 @@ class NestedForward:
     def prove(self, paged: PagedCache, tokens: int = 48) -> None:
         """Compare ranges computed at once with the same ranges computed one after the other, in unused blocks.
 
+        Long ranges and single tokens, together and apart: attention kernels differ for batches of single tokens.
+
         Raises:
             UnsupportedEngineError: they differ, or this engine's model does not run this way.
         """
-        blocks = range(paged.blocks - 2 * (tokens // paged.block + 1), paged.blocks)
-        half = len(blocks) // 2
+        each = tokens // paged.block + 1
+        blocks = range(paged.blocks - 3 * each, paged.blocks)
         ids = [(7 * i + 11) % 1000 for i in range(tokens)]
-        cut = tokens // 3
+        cuts = [0, tokens // 3, tokens // 3 + 1, tokens - 3, tokens - 2, tokens - 1, tokens]
+        together: list[Sequence[int]] = [cuts]
+        in_two: list[Sequence[int]] = [cuts[:4], cuts[3:]]
+        one_by_one: list[Sequence[int]] = list(pairwise(cuts))
         shape = (2, paged.layers, tokens, paged.channels)
         found = []
         try:
-            for at_once, mine in ((True, blocks[:half]), (False, blocks[half:])):
-                parts = [Range(ids[:cut], 0, mine), Range(ids[cut:], cut, mine)]
-                for batch in [parts] if at_once else [[part] for part in parts]:
-                    self.run(batch)
+            for i, batches in enumerate((together, in_two, one_by_one)):
+                mine = blocks[i * each : (i + 1) * each]
+                for batch in batches:
+                    self.run([Range(ids[a:b], a, mine) for a, b in pairwise(batch)])
                 k, v = torch.empty(shape, dtype=paged.dtype, device=paged.device)
                 paged.read(mine, 0, tokens, k, v)
                 found.append(torch.stack([k, v]).float())
@@ -133,8 +139,8 @@ class NestedForward:
             raise UnsupportedEngineError(f"the model does not run over chosen ranges: {error!r}") from error
         finally:
             paged.clear(blocks)
-        worst = (found[0] - found[1]).abs().max()
-        if not worst <= _TOLERANCE[paged.dtype] * found[0].abs().max():
+        worst = torch.stack([(other - found[-1]).abs().max() for other in found[:-1]]).max()
+        if not worst <= _TOLERANCE[paged.dtype] * found[-1].abs().max():
             raise UnsupportedEngineError(f"ranges computed at once and one by one differ by {worst:.3g}")
 
     def _batches(self, ranges: Sequence[Range]) -> Iterator[list[Range]]:
@@ -146,10 +152,12 @@ class NestedForward:
                 if room == 0 or len(batch) == self._max_sequences:
                     yield batch
                     batch, room = [], self._max_tokens
-                part = whole.tokens[at : at + room]
-                batch.append(Range(part, whole.start + at, whole.block_ids))
-                at += len(part)
-                room -= len(part)
+                size = min(room, len(whole.tokens) - at)
+                fits = size == len(whole.tokens)
+                part = whole if fits else Range(whole.tokens[at : at + size], whole.start + at, whole.block_ids)
+                batch.append(part)
+                at += size
+                room -= size
         if batch:
             yield batch
 
@@ -168,9 +176,9 @@ class NestedForward:
         starts[1:] = lengths.cumsum(0)
         ends = torch.tensor([r.end for r in ranges], dtype=torch.int32)
         total = int(starts[-1])
-        positions = torch.cat([torch.arange(r.start, r.end) for r in ranges])
         tables = self._block_tables(ranges)
         rows = torch.repeat_interleave(torch.arange(len(ranges)), lengths)
+        positions = torch.arange(total) + (ends - starts[1:])[rows]
         size = self._kernel_block
         slots = (tables[rows, positions // size].long() * size + positions % size).to(self._device)
         positions = positions.to(self._device)
@@ -207,15 +215,20 @@ class NestedForward:
             self._runner.model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
     def _block_tables(self, ranges: list[Range]) -> torch.Tensor:
-        """Kernel blocks of each range's sequence, ``[ranges, blocks]`` int32; the manager's may be larger."""
+        """Kernel blocks of each range's sequence, ``[ranges, blocks]`` int32; the manager's may be larger.
+
+        A range may have more of its request's blocks than it reaches into: there are many ranges to a request.
+        """
         per_block = self._block // self._kernel_block
         width = max(-(-r.end // self._block) for r in ranges)
-        tables = torch.zeros(len(ranges), width * per_block, dtype=torch.int32)
-        for row, r in zip(tables, ranges, strict=True):
-            blocks = torch.as_tensor(r.block_ids[: -(-r.end // self._block)], dtype=torch.int32)
+        requests = {id(r.block_ids): r.block_ids for r in ranges}
+        tables = torch.zeros(len(requests), width * per_block, dtype=torch.int32)
+        for row, block_ids in zip(tables, requests.values(), strict=True):
+            blocks = torch.as_tensor(block_ids[:width], dtype=torch.int32)
             blocks = (blocks[:, None] * per_block + torch.arange(per_block, dtype=torch.int32)).flatten()
             row[: len(blocks)] = blocks
-        return tables
+        row_of = {name: i for i, name in enumerate(requests)}
+        return tables[[row_of[id(r.block_ids)] for r in ranges]]
 
 
 def _problems(runner: Any, config: VllmConfig) -> list[str]:

@@ -51,6 +51,8 @@ class _Request:
     """Tokens that vLLM had itself when it last asked."""
     loading: bool = False
     """A load is under way whose outcome the workers have not reported."""
+    to_choose: int = 0
+    """Tokens of predicted spans that the latest load recomputes if the gate accepts all."""
     waiting: Waiting | None = None
     """Entries are on their way from the shared tier."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -96,7 +98,7 @@ class SchedulerSide:
             max_gap=s.max_gap_tokens,
             min_anchors=s.min_anchors,
             nested=works and s.nested,
-            predictor_learns=s.predictor != "none",
+            predictor_learns=s.predictor_learns,
         )
 
     def arrived(self, request: Any) -> None:
@@ -159,15 +161,23 @@ class SchedulerSide:
             start, end = known.local, known.local + external
             spans = tuple(s.clip(start, end) for s in known.offered.spans if s.start < end and s.end > start)
             tokens = tuple(self._computable(known.tokens, s) for s in spans)
-            self._work.loads.append(Load(request.request_id, known.tenant, tuple(block_ids), spans, tokens))
+            load = Load(request.request_id, known.tenant, tuple(block_ids), spans, tokens, known.tag)
+            self._work.loads.append(load)
             known.loading = True
+            known.to_choose = sum(map(self._to_choose, spans))
 
     def _computable(self, tokens: Tokens, span: Span) -> tuple[int, ...]:
-        """The tokens of a span that is computed in place, or will be if the gate refuses it."""
+        """The tokens of a span that is computed in place, or will be if the gate refuses it, or of which some are."""
         short = self._planner.nested and span.end - span.start <= self._settings.max_gap_tokens
-        if span.kind is SpanKind.COMPUTE or (span.kind is SpanKind.PREDICTED and short):
+        refusable = span.kind is SpanKind.PREDICTED and short
+        if span.kind is SpanKind.COMPUTE or refusable or self._to_choose(span):
             return tuple(tokens[span.start : span.end].tolist())
         return ()
+
+    def _to_choose(self, span: Span) -> int:
+        """How many tokens of a span are recomputed if the gate accepts it."""
+        predicted = span.kind is SpanKind.PREDICTED and self._planner.nested
+        return self._settings.recomputed(span.end - span.start) if predicted else 0
 
     def take_work(self) -> StepWork:
         """What the workers have to do in this step."""
@@ -366,7 +376,11 @@ def _report(known: _Request) -> HopReport:
     The load's outcome comes after the response then. A load that had failed would have kept the request from finishing,
     but the gate may have had some spans computed instead.
     """
-    used = known.offered if known.loading else known.used
-    report = hop_report(known.planned, used, known.outcome.judged, len(known.tokens), known.outcome.cause)
+    used, outcome = known.offered if known.loading else known.used, known.outcome
+    # What vLLM had from an earlier request counts as reused, whatever that one recomputed.
+    chosen = sum(j.recomputed for j in outcome.judged if j.end <= used.covered)
+    if known.loading:
+        chosen = known.to_choose
+    report = hop_report(known.planned, used, outcome.judged, len(known.tokens), outcome.cause, chosen)
     unjudged = known.loading and any(s.kind is SpanKind.PREDICTED for s in used.spans)
     return replace(report, decision=PLANNED) if unjudged else report

@@ -1,12 +1,10 @@
 """The connector's half in vLLM's workers: fetch, correct, compute, capture. One per tensor-parallel rank."""
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -16,12 +14,12 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from lmcache_kvcmas.config import Settings
 from lmcache_kvcmas.connectors.capturer import Capturer
+from lmcache_kvcmas.connectors.judge import MISSING, Judge, Started, Verdict, ranges_of
 from lmcache_kvcmas.connectors.messages import Judged, Load, Outcome, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.nested import NestedForward, Range
 from lmcache_kvcmas.connectors.paged import PagedCache
 from lmcache_kvcmas.connectors.prefetcher import Prefetcher
 from lmcache_kvcmas.edges import EdgeBook, Ready
-from lmcache_kvcmas.gate import decide, ehat_of
 from lmcache_kvcmas.hot import HotTier
 from lmcache_kvcmas.kernels.rope import RopeTable
 from lmcache_kvcmas.keys import KeySpace
@@ -29,7 +27,7 @@ from lmcache_kvcmas.learner import Learner, Refresh
 from lmcache_kvcmas.model import ModelGeometry
 from lmcache_kvcmas.shared import News, PoolNews
 from lmcache_kvcmas.sources import fetch_all
-from lmcache_kvcmas.spans import Piece, Span, SpanKind
+from lmcache_kvcmas.spans import Piece, SpanKind
 from lmcache_kvcmas.store import EntryStore
 from lmcache_kvcmas.takeover import Prediction, predict, take_over
 
@@ -39,7 +37,6 @@ T = TypeVar("T")
 
 _LESSON_BYTES = 1 << 30  # of captured runs that may wait for the learner; more than that is not learned
 
-_MISSING = "missing_entry"
 _LOAD_FAILED = "load_failed"
 _NESTED_FAILED = "nested_failed"
 
@@ -61,6 +58,7 @@ class WorkerSide:
             paged.device,
         )
         self.learner = Learner(store, self._book, rope, settings.rank, settings.anchor_tokens, _LESSON_BYTES)
+        self._judge = Judge(geometry.layers, paged.device)
         self.nested: NestedForward | None = None
         self.counts: Counter[str] = Counter()
         self._capturer = Capturer(store, self._hot, self.learner, paged, geometry, self.counts)
@@ -89,18 +87,15 @@ class WorkerSide:
             return
         begun = time.perf_counter()
         started = [
-            self._attempt(_LOAD_FAILED, partial(self._load, load), _Started([], load.spans[0].start, _LOAD_FAILED))
+            self._attempt(_LOAD_FAILED, partial(self._load, load), Started([], load.spans[0].start, _LOAD_FAILED))
             for load in work.loads
         ]
+        ranges: list[Range] = []
         for load, start in zip(work.loads, started, strict=True):
-            self._outcomes[load.request] = self._judge(load, start)
-        # Every rank runs the same ranges, whatever its own loads came to: the model's collectives count on it.
-        ranges = [
-            Range(tokens, span.start, load.block_ids)
-            for load in work.loads
-            for span, tokens in zip(load.spans, load.tokens, strict=True)
-            if self._has_to_be_computed(load, span)
-        ]
+            verdict = self._judge.judge(load, start, self._settings, get_tp_group())
+            self._outcomes[load.request] = self._concluded(load, verdict)
+            # Every rank runs the same ranges, whatever its own loads came to: the model's collectives count on it.
+            ranges += ranges_of(load, verdict)
         if ranges and not self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False):
             for load in work.loads:
                 self._outcomes[load.request] = self._failed(load, load.spans[0].start, _NESTED_FAILED, ())
@@ -143,12 +138,12 @@ class WorkerSide:
 
     # loading
 
-    def _load(self, load: Load) -> "_Started":
+    def _load(self, load: Load) -> Started:
         """Write all spans of one load, up to the first whose cache cannot be had."""
         with ExitStack() as leases:
             return self._write_spans(load, leases)
 
-    def _write_spans(self, load: Load, leases: ExitStack) -> "_Started":
+    def _write_spans(self, load: Load, leases: ExitStack) -> Started:
         predictions: list[tuple[Prediction, Ready]] = []
         for span in load.spans:
             if span.kind is SpanKind.COMPUTE:
@@ -157,7 +152,7 @@ class WorkerSide:
             if isinstance(sources, Piece):
                 keys = (key for key in (sources.chunk, sources.delta) if key is not None)
                 self._lost.update(key for key in keys if not self.store.contains(key))
-                return _Started(predictions, sources.start, _MISSING)
+                return Started(predictions, sources.start, MISSING)
             slots = self._paged.slots(load.block_ids, span.start, span.end)
 
             def write(layer: int, k: Tensor, v: Tensor, slots: Tensor = slots) -> None:
@@ -169,63 +164,19 @@ class WorkerSide:
                 ready = self._book.ready(load.tenant, span.edge)
                 prediction = predict(span, sources, ready.predictor, self._rope, self._paged.dtype, write)
                 predictions.append((prediction, ready))
-        return _Started(predictions, None, None)
+        return Started(predictions)
 
-    def _judge(self, load: Load, started: "_Started") -> Outcome:
-        """Ask the gate about every predicted span, on the sums of all ranks, and report what cannot be used."""
-        predicted = [s for s in load.spans if s.edge is not None]
-        if predicted:
-            started = self._agree(predicted, started)
-        s = self._settings
-        judged: list[Judged] = []
-        for prediction, ready in started.predictions:
-            span = prediction.span
-            assert span.edge is not None
-            decision = decide(
-                ehat_of(prediction.sums),
-                span.error2,
-                theta=s.theta,
-                chain_theta=s.chain_theta,
-                anchors=ready.anchors if s.predictor != "none" else s.min_anchors,
-                min_anchors=s.min_anchors,
-            )
-            reason, accepted = decision.reason.value, decision.accepted
-            computed = not accepted and bool(load.tokens[load.spans.index(span)])
-            judged.append(
-                Judged(span.start, span.end, span.edge, decision.ehat, ready.anchors, accepted, reason, computed)
-            )
-            self.counts[f"gate.{reason}"] += 1
-            if not accepted and not computed:
-                return self._failed(load, span.start, reason, judged)
-            if accepted and prediction.mass is not None:
+    def _concluded(self, load: Load, verdict: Verdict) -> Outcome:
+        """Account for a verdict, and report what cannot be used."""
+        outcome = verdict.outcome
+        for said in outcome.judged:
+            self.counts[f"gate.{said.reason}"] += 1
+        for prediction, ready in verdict.accepted:
+            if prediction.mass is not None:
                 self._book.credit(ready, prediction.mass)
-        if started.failed_from is not None:
-            return self._failed(load, started.failed_from, started.cause or _LOAD_FAILED, judged)
-        return Outcome(tuple(judged))
-
-    def _agree(self, spans: Sequence[Span], start: "_Started") -> "_Started":
-        """Make the tensor-parallel ranks, which have different heads of the same tokens, judge alike.
-
-        The gate's terms are summed. Where a rank lacks anchors, or its prediction, all have to know: their ranges to
-        compute must be the same.
-        """
-        group = get_tp_group()
-        if group.world_size == 1:
-            return start
-        sums = torch.zeros(len(spans), self._geometry.layers, 2, 2, device=self._paged.device)
-        absent = torch.ones(len(spans), 1, 1, 2, device=self._paged.device)
-        for i, (prediction, ready) in enumerate(start.predictions):
-            sums[i] = prediction.sums
-            absent[i] = 0
-            if ready.anchors < self._settings.min_anchors and self._settings.predictor != "none":
-                sums[i] = math.nan
-        total = group.all_reduce(torch.cat([sums, absent.expand(-1, 1, 2, -1)], dim=1))
-        for here, (prediction, _) in zip(total, start.predictions, strict=False):
-            prediction.sums.copy_(here[:-1])
-        lacking = [i for i, here in enumerate(total[:, -1, 0, 0].tolist()) if here > 0]
-        if not lacking or len(start.predictions) <= lacking[0]:
-            return start
-        return _Started(start.predictions[: lacking[0]], spans[lacking[0]].start, _MISSING)
+        if outcome.failed_from is None:
+            return outcome
+        return self._failed(load, outcome.failed_from, outcome.cause or _LOAD_FAILED, outcome.judged)
 
     def _failed(self, load: Load, start: int, cause: str, judged: Sequence[Judged]) -> Outcome:
         """vLLM computes ``load`` from ``start`` on."""
@@ -249,20 +200,3 @@ class WorkerSide:
                 self._told.add(cause)
                 logger.exception("kvcmas: %s; where it happens, the engine computes densely", cause)
             return otherwise
-
-    def _has_to_be_computed(self, load: Load, span: Span) -> bool:
-        """Alike on all ranks: the gate's verdicts are."""
-        judged = self._outcomes[load.request].judged
-        if any(span.start > j.start for j in judged if not (j.accepted or j.computed)):
-            return False  # stands behind what vLLM computes
-        return span.kind is SpanKind.COMPUTE or any(j.computed for j in judged if j.start == span.start)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Started:
-    """What one load came to, before the gate."""
-
-    predictions: list[tuple[Prediction, Ready]]
-    """With what each was made from."""
-    failed_from: int | None
-    cause: str | None

@@ -1,5 +1,10 @@
 """Which tokens of a predicted run are worth a forward of their own: those that its anchors disagree about."""
 
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,10 +12,11 @@ from torch import Tensor
 def choose(doubts: Tensor, count: int, head: int = 0) -> Tensor:
     """The ``count`` rows with the largest doubts ``[T]`` (`Reliability.doubts`), int64 and rising.
 
-    The first ``head`` rows, which are computed anyway, are not among them.
+    The first ``head`` rows, which are computed anyway, are not among them. Of equal ones the first are taken, on any
+    device: ranks that see the same doubts must choose the same rows.
     """
     count = max(0, min(count, len(doubts) - head))
-    rows: Tensor = doubts[head:].topk(count).indices.sort().values + head
+    rows: Tensor = doubts[head:].sort(descending=True, stable=True).indices[:count].sort().values + head
     return rows
 
 
@@ -20,3 +26,57 @@ def except_rows(tokens: int, rows: Tensor | None, device: torch.device | str = "
     if rows is not None:
         left[rows.to(device)] = False
     return left
+
+
+def stretches(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising ``rows`` as half-open stretches; rows that touch are one."""
+    start = end = -1
+    for row in rows:
+        if row != end:
+            if end > start:
+                yield start, end
+            start = row
+        end = row + 1
+    if end > start:
+        yield start, end
+
+
+class _Span(NamedTuple):
+    start: int
+    positions: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        return 64 + len(self.positions)
+
+
+class ChosenBefore:
+    """What was chosen of recent spans, ``most`` positions in all (a span itself counts as some).
+
+    An engine may have the beginning of a span from an earlier request. Chosen among the rest alone, other tokens would
+    be computed than that one computed, and the same prompt would get another answer.
+    """
+
+    def __init__(self, most: int = 1 << 20) -> None:
+        self._most, self._held = most, 0
+        self._spans: OrderedDict[tuple[bytes, int], _Span] = OrderedDict()
+
+    def keep(self, tag: bytes, start: int, end: int, rows: Sequence[int]) -> None:
+        """Remember the ``rows`` of the span ``[start, end)`` of a plan with this tag, unless more of it is known."""
+        known = self._spans.get((tag, end))
+        if not rows or (known is not None and known.start <= start):
+            return
+        new = _Span(start, array("i", (start + row for row in rows)))
+        self._held += new.size - (known.size if known is not None else 0)
+        self._spans[tag, end] = new
+        self._spans.move_to_end((tag, end))
+        while self._held > self._most:
+            self._held -= self._spans.popitem(last=False)[1].size
+
+    def find(self, tag: bytes, start: int, end: int) -> list[int] | None:
+        """Rows of ``[start, end)`` that were chosen of it, or of a longer span that ends with it; None if unknown."""
+        known = self._spans.get((tag, end))
+        if known is None or known.start > start:
+            return None
+        self._spans.move_to_end((tag, end))
+        return [position - start for position in known.positions if position >= start]

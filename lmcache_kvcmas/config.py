@@ -12,7 +12,7 @@ from typing import Any
 
 from lmcache_kvcmas.codecs import CODECS
 from lmcache_kvcmas.errors import ConfigError
-from lmcache_kvcmas.rules import Bytes, Choice, Positive, Rule, Switch, Text, Whole, shown
+from lmcache_kvcmas.rules import Bytes, Choice, Positive, Rule, Share, Switch, Text, Whole, shown
 
 PREFIX = "kvcmas."
 
@@ -21,6 +21,7 @@ PREDICTORS = ("attention", "paper", "mean", "none")
 _RULES: dict[str, Rule] = {
     "rank": Whole(1, 256),
     "head_tokens": Whole(0, 1024),
+    "recompute_fraction": Share(),
     "min_run_tokens": Whole(64, 1 << 20),
     "max_gap_tokens": Whole(0, 1 << 20),
     "max_anchors": Whole(1, 64),
@@ -51,6 +52,9 @@ class Settings:
     """``r``: rank of every stored delta and anchor factor (1 to 256)."""
     head_tokens: int = 32
     """Leading tokens of each run that the model recomputes (0 to 1024); prediction is weakest there."""
+    recompute_fraction: float = 0.05
+    """Share of a predicted span's tokens (0 to 1; the head is not part of it) that the model recomputes besides: those
+    that the anchors disagree about most. 0 where ``nested`` does not work."""
     min_run_tokens: int = 64
     """Shortest shared run that is looked at, in tokens; 64 is the shortest that matching is sure to find."""
     max_gap_tokens: int = 512
@@ -63,7 +67,7 @@ class Settings:
     """Anchors that an edge needs before its predictions are used (1 to ``max_anchors``)."""
     predictor: str = "attention"
     """``attention``, ``paper``, ``mean`` or ``none`` (keys are rotated, nothing is added)."""
-    theta: float = 0.048
+    theta: float = 0.045
     """Largest ê at which a prediction is used. Belongs to a model; this one to SmolLM2-135M-Instruct."""
     chain_theta: float = 0.0
     """Largest sqrt(Σ ê²) along a chain of hops; 2·theta unless set."""
@@ -80,7 +84,8 @@ class Settings:
     capture: bool = True
     """Keep the caches of finished requests, generated tokens included."""
     nested: bool = True
-    """Compute heads and gaps inside the engine; without it, runs are used whole and gaps end the reuse."""
+    """Compute heads, gaps and chosen tokens inside the engine; without it, runs are used whole and gaps end the
+    reuse."""
 
     def __post_init__(self) -> None:
         if self.chain_theta == 0.0 and isinstance(self.chain_theta, float):
@@ -92,6 +97,15 @@ class Settings:
                 f"{PREFIX}min_anchors is {self.min_anchors}, more than {PREFIX}max_anchors ({self.max_anchors}): no "
                 f"edge could ever hold enough. Allowed: 1 to {self.max_anchors}."
             )
+
+    @property
+    def predictor_learns(self) -> bool:
+        """Whether there are anchors, which may be too few, or disagree."""
+        return self.predictor != "none"
+
+    def recomputed(self, tokens: int) -> int:
+        """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be."""
+        return round(self.recompute_fraction * tokens) if self.predictor_learns else 0
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[Any, Any] | None) -> "Settings":

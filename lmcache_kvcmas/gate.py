@@ -10,7 +10,7 @@ from torch import Tensor
 from .choose import except_rows
 from .predict.base import LayerPrediction
 
-DEFAULT_THETA = 0.048
+DEFAULT_THETA = 0.045
 """Measured on SmolLM2-135M-Instruct: accepts about three quarters of its transitions. A model has its own."""
 
 
@@ -44,42 +44,40 @@ class Reliability:
     """
 
     def __init__(self, layers: int, tokens: int, device: torch.device | str = "cpu") -> None:
-        self._terms = torch.zeros(layers, 2, 2, tokens, device=device)
+        self.terms = torch.zeros(layers, 2, 2, tokens, device=device)
+        """fp32 ``[L, 2 (K, V), 2 (spread, energy), T]``. Ranks that share the heads add theirs up, in place."""
 
     def add(self, layer: int, prediction: LayerPrediction, k: Tensor, v: Tensor) -> None:
         """Add a layer's prediction for base rows ``k, v [T, C]``."""
         if prediction.spread_k is None or prediction.spread_v is None:
             return
         for terms, spread, base in zip(
-            self._terms[layer], (prediction.spread_k, prediction.spread_v), (k, v), strict=True
+            self.terms[layer], (prediction.spread_k, prediction.spread_v), (k, v), strict=True
         ):
             terms[0] = spread
             terms[1] = base.float().square().sum(1)
 
     def doubts(self) -> Tensor:
-        """fp32 ``[T]``: what each token adds to ê². Ranks that share the heads add theirs up."""
-        energy = self._terms[:, :, 1].sum(2)
-        judged = energy > 0
-        doubts: Tensor = (self._terms[:, :, 0][judged] / energy[judged][:, None]).sum(0)
+        """fp32 ``[T]``: what each token adds to ê²."""
+        energy = self.terms[:, :, 1].sum(2)
+        judged = energy != 0  # not a number is a doubt
+        doubts: Tensor = (self.terms[:, :, 0][judged] / energy[judged][:, None]).sum(0)
         return doubts
 
     def sums(self, computed: Tensor | None = None) -> Tensor:
-        """fp32 ``[L, 2 (K, V), 2 (spread, energy)]`` of all rows but ``computed``.
-
-        Ranks that share the heads add theirs up before ``ehat_of``.
-        """
+        """fp32 ``[L, 2 (K, V), 2 (spread, energy)]`` of all rows but ``computed``."""
         if computed is None:
-            return self._terms.sum(3)
-        return self._terms[..., except_rows(self._terms.shape[3], computed, self._terms.device)].sum(3)
+            return self.terms.sum(3)
+        return self.terms[..., except_rows(self.terms.shape[3], computed, self.terms.device)].sum(3)
 
     def ehat(self, computed: Tensor | None = None) -> float:
         return ehat_of(self.sums(computed))
 
 
 def ehat_of(sums: Tensor) -> float:
-    """ê of ``Reliability.sums()``; 0 when nothing was predicted."""
+    """ê of ``Reliability.sums()``; 0 when nothing was predicted, or all of it is recomputed."""
     spread, energy = sums[..., 0].double().cpu(), sums[..., 1].double().cpu()
-    judged = energy > 0
+    judged = energy != 0  # what is not a number must not pass for nothing
     if not bool(judged.any()):
         return 0.0
     return math.sqrt(float((spread[judged] / energy[judged]).mean()))

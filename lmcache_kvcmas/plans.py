@@ -54,7 +54,9 @@ def plan_tag(plan: Plan, version_of: Callable[[Edge], int]) -> bytes:
     """32 bytes that two requests share only if their approximate caches come about in the same way.
 
     Names every approximate span (kind, bounds, entries and rows, edge and ``version_of`` its anchors) and every range
-    that is computed behind the first of them. Empty when the plan approximates nothing.
+    that is computed behind the first of them. The tokens of a predicted span that are recomputed need no name: they are
+    chosen by the prediction, which follows from what is named, and by settings that all requests of a process share
+    (`choose.ChosenBefore` for spans whose beginning vLLM has already). Empty when the plan approximates nothing.
     """
     first = plan.first_approximate
     if first is None:

@@ -36,7 +36,8 @@ class HopReport:
     reused_tokens: int
     """Of those: taken over, corrected."""
     recomputed_tokens: int
-    """Of those: computed by the model in place, as heads of runs, short parts, or because the gate refused them."""
+    """Of those: computed by the model in place, as heads of runs, short parts, the tokens that prediction was least
+    sure of, or because the gate refused them."""
     exact_tokens: int
     """The agent's own prefix, from the store."""
     dense_tokens: int
@@ -51,17 +52,20 @@ class HopReport:
 
 
 def hop_report(
-    planned: Plan, used: Plan, judged: Sequence[JudgedSpan], prompt_tokens: int, cause: str | None
+    planned: Plan, used: Plan, judged: Sequence[JudgedSpan], prompt_tokens: int, cause: str | None, chosen: int = 0
 ) -> HopReport:
-    """The report of a request that was planned in one way and served in another (or the same); ``cause`` says why."""
+    """The report of a request that was planned in one way and served in another (or the same); ``cause`` says why.
+
+    ``chosen`` tokens of the predicted spans in ``used`` were recomputed.
+    """
     shared = [(lesson.start, lesson.end) for lesson in planned.lessons]
 
     def count(*kinds: SpanKind) -> int:
         return sum(s.end - s.start for s in used.spans if s.kind in kinds)
 
     computed = [s for s in used.spans if s.kind is SpanKind.COMPUTE]
-    recomputed = sum(max(0, min(s.end, b) - max(s.start, a)) for s in computed for a, b in shared)
-    exact, reused = count(SpanKind.EXACT), count(SpanKind.PREDICTED, SpanKind.OWN)
+    recomputed = chosen + sum(max(0, min(s.end, b) - max(s.start, a)) for s in computed for a, b in shared)
+    exact, reused = count(SpanKind.EXACT), count(SpanKind.PREDICTED, SpanKind.OWN) - chosen
     cause = next((j.reason for j in judged if not j.accepted), cause)
     if used.first_approximate is not None:
         decision = "accepted" if cause is None else f"partly: {cause}"

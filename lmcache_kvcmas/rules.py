@@ -34,6 +34,14 @@ class Positive(NamedTuple):
         return number if math.isfinite(number) and number > 0 else None
 
 
+class Share(NamedTuple):
+    allowed: str = "a number from 0 to 1"
+
+    def parse(self, value: Any) -> float | None:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if number and 0 <= value <= 1 else None
+
+
 class Bytes(NamedTuple):
     low: int
     allowed: str = 'a number of bytes, such as 1073741824 or "512MiB" (B, KB, MB, GB, KiB, MiB, GiB), 1 TiB at most'
@@ -75,7 +83,7 @@ class Choice(NamedTuple):
         return value if isinstance(value, str) and value in self.options else None
 
 
-Rule = Whole | Positive | Bytes | Switch | Text | Choice
+Rule = Whole | Positive | Share | Bytes | Switch | Text | Choice
 
 
 def shown(value: Any) -> str:

@@ -23,8 +23,8 @@ class Prediction:
     """What one PREDICTED span leaves to be judged."""
 
     span: Span
-    sums: Tensor
-    """`Reliability.sums`, of this rank's heads."""
+    reliability: Reliability
+    """Of this rank's heads."""
     mass: Tensor | None
     """fp32 ``[A]``: each anchor's share of the weights, mean over layers."""
 
@@ -71,4 +71,4 @@ def predict(
             masses.append(predicted.mass)
         write(layer, *correct(rope, k, v, predicted.delta_k, predicted.delta_v, cos, sin, dtype))
     mass = torch.stack(masses).mean(0) if masses else None
-    return Prediction(span, reliability.sums(), mass)
+    return Prediction(span, reliability, mass)

@@ -17,21 +17,28 @@ def test_without_any_setting_the_documented_defaults_hold() -> None:
     assert Settings.from_extra_config(None) == Settings.from_extra_config({}) == Settings()
     settings = Settings()
     assert (settings.rank, settings.head_tokens, settings.predictor) == (32, 32, "attention")
+    assert settings.recompute_fraction == 0.05
     assert (settings.max_anchors, settings.min_anchors, settings.anchor_tokens) == (10, 2, 256)
-    assert (settings.theta, settings.chain_theta) == (0.048, 0.096)
+    assert (settings.theta, settings.chain_theta) == (0.045, 0.09)
     assert settings.hot_bytes == 2**30
 
 
 def test_what_is_set_is_what_holds() -> None:
     """Every setting reaches the code under its own name."""
     values: dict[str, Any] = {
-        "rank": 16, "head_tokens": 0, "min_run_tokens": 128, "max_gap_tokens": 0, "max_anchors": 5,
-        "anchor_tokens": 64, "min_anchors": 1, "predictor": "mean", "theta": 1, "chain_theta": 0.5, "salt": "tenant",
-        "max_records": 7, "hot_bytes": 12345, "learn": False, "capture": False, "nested": False,
+        "rank": 16, "head_tokens": 0, "recompute_fraction": 1, "min_run_tokens": 128, "max_gap_tokens": 0,
+        "max_anchors": 5, "anchor_tokens": 64, "min_anchors": 1, "predictor": "mean", "theta": 1, "chain_theta": 0.5,
+        "salt": "tenant", "max_records": 7, "hot_bytes": 12345, "learn": False, "capture": False, "nested": False,
         "base_codec": "int8",
     }  # fmt: skip
     settings = read(**values)
     assert {name: getattr(settings, name) for name in Settings.__slots__} == values
+
+
+def test_what_is_recomputed_is_a_share_of_what_is_predicted() -> None:
+    """All of it and none of it can be asked for; without anchors, nothing says which tokens are worth it."""
+    assert [read(recompute_fraction=share).recomputed(700) for share in (0, 0.1, 1.0)] == [0, 70, 700]
+    assert read(recompute_fraction=0.1, predictor="none").recomputed(700) == 0
 
 
 def test_chain_theta_follows_theta_unless_it_is_set() -> None:
@@ -52,6 +59,7 @@ def test_sizes_are_read_as_people_write_them(text: Any, size: int) -> None:
 _BAD: list[tuple[str, Any]] = [
     *[("rank", bad) for bad in (0, 257, -1, 32.0, "32", True, None, [32], 10**30)],
     *[("head_tokens", bad) for bad in (-1, 1025, 1.5)],
+    *[("recompute_fraction", bad) for bad in (-0.01, 1.01, "5%", float("nan"), float("inf"), True, None, 10**400)],
     *[("min_run_tokens", bad) for bad in (63, "many")],
     *[("max_gap_tokens", bad) for bad in (-1, None)],
     *[("max_anchors", bad) for bad in (0, 65)],

@@ -83,7 +83,7 @@ def test_three_ranks_share_a_hop(model: Path, texts: list[str], monkeypatch: pyt
         shared = say(llm, "solver", texts[3], capture=False)
         assert shared.report["decision"] == "accepted", shared.report
         assert shared.report["reused_tokens"] > 200
-        assert shared.report["recomputed_tokens"] > 0, "the head, by a nested forward on all ranks"
+        assert shared.report["recomputed_tokens"] > 32, "the head and chosen tokens, by a nested forward on all ranks"
         print(f"ê {shared.report['ehat']:.3f}, log-probabilities off by {furthest(dense, shared):.3f}")
         assert 0 < furthest(dense, shared) < 1
         say(llm, "solver", texts[3], share=False, salt="nobody")

@@ -29,14 +29,20 @@ YES = Judged(92, 200, CONTEXT, 0.03, 4, True, "accepted")
 NO = Judged(200, 300, OUTPUT, 0.07, 4, False, "unreliable", computed=True)
 
 
-def told(used: LabelledPlan, *judged: Judged, cause: str | None = None) -> tuple[int, int, int, int, int, str]:
-    r = hop_report(PLAN, used, judged, 320, cause)
+def told(
+    used: LabelledPlan, *judged: Judged, cause: str | None = None, chosen: int = 0
+) -> tuple[int, int, int, int, int, str]:
+    r = hop_report(PLAN, used, judged, 320, cause, chosen)
     assert r.exact_tokens + r.reused_tokens + r.recomputed_tokens + r.dense_tokens == 320
     return r.shared_tokens, r.reused_tokens, r.recomputed_tokens, r.exact_tokens, r.dense_tokens, r.decision
 
 
 def test_accepted() -> None:
     assert told(PLAN, YES) == (240, 208, 32, 50, 30, "accepted")
+
+
+def test_chosen_tokens_are_recomputed_not_reused() -> None:
+    assert told(PLAN, YES, chosen=11) == (240, 197, 43, 50, 30, "accepted")
 
 
 def test_partly_refused_and_computed_in_place() -> None:
