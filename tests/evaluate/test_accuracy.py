@@ -43,7 +43,7 @@ def test_little_recompute_goes_far_on_runs_of_400_tokens(measured: Measured) -> 
 
 
 def test_ours_is_the_closest_of_all_that_recompute_at_most_15_percent(measured: Measured) -> None:
-    """Measured: .26, .33 and .24 of rotation only at just 15%; the nearest rival .40, .58, .36 (`mean`, no head: more).
+    """Measured: .33, .24 and .26 of rotation only at just 15%; the nearest is our own without recompute, .66, .84, .52.
 
     Methods that hold a dense prefill of this very context belong beside our stored deltas.
     """
@@ -137,7 +137,8 @@ def test_the_head_is_what_dense_prefill_gives(runs: DenseRuns) -> None:
 
 def test_errors_stay_bounded_over_eight_agents_and_three_rounds(long_chain: list[ChainRow]) -> None:
     """As they are served, gate on: each hop starts from the cache that the one before it left, and none is as far from
-    dense as the first agent's cache, moved once and not corrected."""
+    dense as the first agent's cache, moved once and not corrected. Measured (ten anchors, θ .048): at most .0018 of
+    .0068; 59% of hops accepted. Without the gate seven of 23 hops are above, to agents that differ more."""
     blind = [r.kl for r in long_chain if (r.mode, r.hop) == ("uncorrected", 1)]
     first = sum(blind) / len(blind)
     hops = sorted({r.hop for r in long_chain})
@@ -150,8 +151,8 @@ def test_errors_stay_bounded_over_eight_agents_and_three_rounds(long_chain: list
 def test_errors_do_not_pile_up_along_a_chain(chain: list[ChainRow]) -> None:
     """Four agents: the third hop must be far better than rotation alone, and chaining better than starting afresh.
 
-    Measured at hops 1, 2, 3 (1e-3 nats): uncorrected 8.5, 13.5, 23.0; chained 3.2, 2.9, 10.1 (.44 of it at hop 3);
-    context-free 10.9, 7.4, 15.1.
+    Measured at hops 1, 2, 3 (1e-3 nats): uncorrected 8.5, 13.5, 23.0; chained 2.2, 2.3, 7.9 (.34 of it at hop 3);
+    context-free 8.5, 5.5, 13.4.
     """
 
     def kl(mode: str, hop: int) -> float:
