@@ -104,8 +104,8 @@ class Settings:
         return self.predictor != "none"
 
     def recomputed(self, tokens: int) -> int:
-        """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be."""
-        return round(self.recompute_fraction * tokens) if self.predictor_learns else 0
+        """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be: never a larger share."""
+        return int(self.recompute_fraction * tokens + 1e-6) if self.predictor_learns else 0
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[Any, Any] | None) -> "Settings":

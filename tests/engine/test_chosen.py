@@ -133,7 +133,7 @@ def test_the_tokens_in_doubt_are_computed_on_top_of_the_rest(
     predictor = llm.connector.worker._book.ready(tenant, edge).predictor
     taken, doubts = by_hand(reference, predictor, span, source, tokens)
 
-    count = round(0.1 * size)
+    count = int(0.1 * size + 1e-6)
     assert len(watched.chosen) == count > 10
     worst = doubts.topk(count).values[-1]
     chosen = torch.tensor([p - span.start for p in watched.chosen])
@@ -170,9 +170,9 @@ def test_an_answer_of_one_token_counts_what_is_planned(llm: Engine, watched: Wat
     _, tokens, got = hop(llm, TEXTS[2], tokens=1)
     size = watched.span.end - watched.span.start
     assert got.report["decision"] == "planned"
-    check_counts(got, tokens, watched.span, round(0.1 * size))
+    check_counts(got, tokens, watched.span, int(0.1 * size + 1e-6))
     llm.settle()
-    assert llm.scheduler.counts["tokens.reused"] - before["tokens.reused"] == size - round(0.1 * size)
+    assert llm.scheduler.counts["tokens.reused"] - before["tokens.reused"] == size - int(0.1 * size + 1e-6)
 
 
 def test_of_a_refused_span_no_token_is_chosen(llm: Engine, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Predicted:
         run = place(case, [(p.delta_k, p.delta_v) for p in layers], self.head)
         computed = torch.arange(case.head(self.head).tokens if self.head else 0)
         if self.fraction:
-            count = round(self.fraction * tokens)
+            count = int(self.fraction * tokens + 1e-6)  # like Settings.recomputed
             chosen = choose(reliability.doubts(), count, len(computed))
             run = _recomputed(case, run, computed, chosen)
             computed = torch.cat([computed, chosen])
