@@ -104,7 +104,7 @@ class Settings:
         return self.predictor != "none"
 
     def recomputed(self, tokens: int) -> int:
-        """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be: never a larger share."""
+        """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be; no larger share."""
         return int(self.recompute_fraction * tokens + 1e-6) if self.predictor_learns else 0
 
     @classmethod
