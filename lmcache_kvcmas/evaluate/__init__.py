@@ -1,6 +1,12 @@
-"""`kvcmas evaluate`: the method on a real model, without an engine, measured against dense prefill.
+"""`kvcmas evaluate`, `calibrate`, `ablate` and `report`: the method on a real model, without an engine, against dense.
 
-``workload`` (roles and contexts) and ``dense`` (the model) feed ``runs`` (what dense prefill gives); ``cases`` are
-single transitions; ``methods`` turn a source agent's cache into the destination's, some with ``partial``, which
-recomputes chosen tokens; ``measures`` compare, ``run`` and ``chain`` drive, ``report`` shows.
+A method (``methods``, some with ``partial``, which recomputes chosen tokens) turns a source agent's cache into the
+destination's; what it is given and returns are ``cases``. Cases come from two places:
+
+- ``workload`` (roles and contexts) → ``runs`` (what dense prefill gives) → ``run`` (single edges), ``chain``, ``ablate``;
+- ``tasks`` and ``trace_file`` → ``traces`` → ``transcripts`` (dense, planned as the engine plans) → ``serve`` (every
+  method on every call) → ``tracing``, ``calibrate``.
+
+``dense`` is the model, ``measures`` compare, ``summaries`` make ``figures`` of rows, ``report`` shows them in a
+terminal, ``document`` writes them down, ``page`` makes a page of what was written.
 """
