@@ -199,5 +199,5 @@ def test_what_was_chosen_for_one_request_serves_the_next(llm: Engine, watched: W
     assert own.report["reused_tokens"] > 100
     p, q = first.logits.log_softmax(-1), own.logits.log_softmax(-1)
     divergence = float((p.exp() * (p - q)).sum(-1).mean())
-    print(f"captured at rank 32 and read again: KL {divergence:.5f}")
-    assert divergence < 0.05
+    print(f"captured and read again: KL {divergence:.6f}")
+    assert divergence < 1e-3

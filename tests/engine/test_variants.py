@@ -104,8 +104,9 @@ def test_bf16(model: Path, texts: list[str]) -> None:
         llm.forget_prefixes()
         again = hop(llm, "planner", texts[5], salt="other", hints={"capture": False})
         assert again.report["exact_tokens"] > 100
-        # Measured 0.0: the last token alone is computed, by another kernel shape; bf16 has 8 bits.
-        assert kl(first, again) < 1e-3
+        # The last token alone is computed, by another kernel shape, and bf16 has 8 bits. Measured 0.0 with AVX2, .0013
+        # with AVX512-BF16. Another request's blocks would be off by more than .1.
+        assert kl(first, again) < 4e-3
         dense = hop(llm, "solver", texts[5], hints={"share": False, "capture": False}, salt="nobody")
         hop(llm, "planner", texts[5])
         llm.forget_prefixes()
