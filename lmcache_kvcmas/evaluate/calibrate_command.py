@@ -107,7 +107,7 @@ def run_calibrate(
         whole["calibration"] = {
             "budget": str(budget),
             "theta": found.theta,
-            "file": str(config) if config else None,
+            "file": str(config) if config and found.heldout.within_budget else None,
             "curve": msgspec.to_builtins(found.curve),
             "heldout": msgspec.to_builtins(found.heldout),
         }

@@ -176,6 +176,7 @@ def test_the_command(tiny_folder: Path, tmp_path: Path) -> None:
     assert ehats == sorted(ehats)
     assert max(ehats) <= found["theta"] <= 1.001 * max(ehats), "all of it is within so large a budget"
     assert found["heldout"]["within_budget"]
+    assert found["file"] == str(config)
     assert 0 < found["heldout"]["reuse"] < 1
     extra = yaml.safe_load(config.read_text())["extra_config"]
     assert extra["kvcmas.theta"] == found["theta"]
@@ -190,11 +191,13 @@ def test_a_check_that_fails_writes_nothing(tiny_folder: Path, tmp_path: Path, mo
     write_traces(traces, 3)
     shutil.copy(EXAMPLE, config)
     monkeypatch.setattr("lmcache_kvcmas.evaluate.calibrate_command.choose_theta", lambda points, budget: points[-1])
+    out = tmp_path / "out.json"
     options = ["calibrate", "--model", str(tiny_folder), "--traces", str(traces), "--budget", "kl<=0.0000001"]
-    result = CliRunner().invoke(app, [*options, "--config", str(config)])
+    result = CliRunner().invoke(app, [*options, "--config", str(config), "--json", str(out)])
     assert result.exit_code == 1, result.output
     assert "over the budget" in result.output
     assert config.read_text() == EXAMPLE.read_text()
+    assert json.loads(out.read_text())["calibration"]["file"] is None
 
 
 def test_nothing_to_learn_from_is_named(tiny_folder: Path, tmp_path: Path) -> None:
