@@ -3,7 +3,7 @@
 A method (``methods``, some with ``partial``, which recomputes chosen tokens) turns a source agent's cache into the
 destination's; what it is given and returns are ``cases``. Cases come from two places:
 
-- ``workload`` (roles and contexts) → ``runs`` (what dense prefill gives) → ``run`` (single edges), ``chain``, ``ablate``;
+- ``workload`` (roles, contexts) → ``runs`` (what dense prefill gives) → ``run`` (single edges), ``chain``, ``ablate``;
 - ``tasks`` and ``trace_file`` → ``traces`` → ``transcripts`` (dense, planned as the engine plans) → ``serve`` (every
   method on every call) → ``tracing``, ``calibrate``.
 
