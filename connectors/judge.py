@@ -74,7 +74,7 @@ class Judge:
             tokens = len(load.tokens[load.spans.index(span)])  # 0 if it cannot be computed
             rows = self._chosen(load.tag, span, prediction.reliability, settings, tokens)
             said = decide(
-                ehat_of(prediction.reliability.sums(torch.tensor(rows, dtype=torch.int64))),
+                ehat_of(prediction.reliability.sums(torch.tensor(rows) if rows else None)),
                 span.error2,
                 theta=settings.theta,
                 chain_theta=settings.chain_theta,

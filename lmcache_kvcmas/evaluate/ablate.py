@@ -1,7 +1,7 @@
 """What decides the product's defaults: one setting changed at a time, all else as it is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -18,6 +18,7 @@ from .runs import DenseRuns
 from .summaries import summarise
 
 _DEFAULTS = Settings()
+_OURS = Predicted("ours", _DEFAULTS.predictor, _DEFAULTS.head_tokens, _DEFAULTS.recompute_fraction)
 _POOL = 5  # anchors where pools of one size are compared: of each kind of text there are not many more
 
 
@@ -51,24 +52,26 @@ def variants(axes: Sequence[str]) -> list[Tried]:
     made = {
         "rank": [_variant("rank", n, n == d.rank, rank=n) for n in (8, 16, 32, 64, 128)],
         "anchors": [_variant("anchors", n, n == d.max_anchors, anchors=n) for n in (1, 2, 3, 5, 10, 15, 20)],
-        "head": [_variant("head", n, n == d.head_tokens, head=n) for n in (0, 8, 16, 32, 64, 128)],
-        "fraction": [_variant("fraction", f, f == d.recompute_fraction, fraction=f) for f in (0.0, 0.05, 0.1, 0.15)],
+        "head": [_variant("head", n, n == d.head_tokens, replace(_OURS, head=n)) for n in (0, 8, 16, 32, 64, 128)],
+        "fraction": [
+            _variant("fraction", f, f == d.recompute_fraction, replace(_OURS, fraction=f))
+            for f in (0.0, 0.05, 0.1, 0.15)
+        ],
         "tokens an anchor keeps": [
             _variant("tokens an anchor keeps", n, n == d.anchor_tokens, keep=n) for n in (32, 64, 128, 256, 512)
         ],
         "predictor": [
-            _variant("predictor", p, p == d.predictor, predictor=p) for p in ("attention", "paper", "mean", "none")
+            _variant("predictor", p, p == d.predictor, replace(_OURS, kind=p))
+            for p in ("attention", "paper", "mean", "none")
         ],
         "factor dtype": [
             _variant("factor dtype", str(t).removeprefix("torch."), t == torch.bfloat16, dtype=t)
             for t in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
         ],
-        "eviction": [
-            Tried("eviction", p, p == "mass", Evicting(f"eviction={p}", _method(), p, _POOL)) for p in POLICIES
-        ],
+        "eviction": [Tried("eviction", p, p == "mass", Evicting(f"eviction={p}", _OURS, p, _POOL)) for p in POLICIES],
         "pools": [
-            Tried("pools", "mixed", True, Sized("pools=mixed", _method(), _POOL)),
-            Tried("pools", "per kind of text", False, PerKind("pools=per kind of text", _method(), _POOL)),
+            Tried("pools", "mixed", True, Sized("pools=mixed", _OURS, _POOL)),
+            Tried("pools", "per kind of text", False, PerKind("pools=per kind of text", _OURS, _POOL)),
         ],
     }
     return [v for axis in axes for v in made.get(axis, [])]
@@ -92,30 +95,17 @@ def ablate(
     return found
 
 
-def _method(head: int | None = None, fraction: float | None = None, predictor: str | None = None) -> Predicted:
-    d = _DEFAULTS
-    return Predicted(
-        "ours",
-        d.predictor if predictor is None else predictor,
-        d.head_tokens if head is None else head,
-        d.recompute_fraction if fraction is None else fraction,
-    )
-
-
 def _variant(
     axis: str,
     value: object,
     default: bool,
+    inner: Predicted = _OURS,
     *,
     rank: int = _DEFAULTS.rank,
     anchors: int = _DEFAULTS.max_anchors,
     keep: int = _DEFAULTS.anchor_tokens,
     dtype: torch.dtype = torch.bfloat16,
-    head: int | None = None,
-    fraction: float | None = None,
-    predictor: str | None = None,
 ) -> Tried:
-    inner = _method(head, fraction, predictor)
     return Tried(axis, str(value), default, Sized(f"{axis}={value}", inner, anchors, rank, keep, dtype))
 
 

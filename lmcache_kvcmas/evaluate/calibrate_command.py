@@ -1,6 +1,5 @@
 """What `kvcmas calibrate` does once its options are parsed."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from .calibrate import Budget, Measured, choose_theta, curve, judge
 from .dense import DenseModel
-from .document import document, run_facts
+from .document import document, write_document
 from .figures import CurvePoint, HeldOut
 from .methods import Knobs, Method, Sized, build_methods, product
 from .serve import TraceRow
@@ -111,8 +110,7 @@ def run_calibrate(
             "curve": msgspec.to_builtins(found.curve),
             "heldout": msgspec.to_builtins(found.heldout),
         }
-        whole["run"] = run_facts(begun)
-        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        write_document(out, whole, begun)
     asked = {n: v for n, v in found.chosen.items() if len(getattr(choice, n)) > 1}
     return {"theta": found.theta, **asked}, found.heldout.within_budget
 

@@ -1,6 +1,5 @@
 """What `kvcmas evaluate` does once its options are parsed."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -15,7 +14,7 @@ from ..errors import ConfigError
 from .ablate import AXES, ablate
 from .chain import chain_units, evaluate_chain
 from .dense import DenseModel
-from .document import document, run_facts
+from .document import document, write_document
 from .frameworks import Framework
 from .methods import build_methods
 from .ranks import effective_ranks
@@ -63,7 +62,7 @@ def run_ablate(
     begun = perf_counter()
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        raise ConfigError(f"--axes: {unknown[0]!r} is not one; it must be all, or some of {', '.join(AXES)}")
+        raise ConfigError(f"--axes: {unknown[0]!r} is not one; it must be some of {', '.join(AXES)}")
     workload = load_workload(roles, contexts)
     edges = edges or tuple(pairwise(workload.roles))
     settings = EvaluateSettings(edges, anchors=len(workload.anchors))
@@ -81,8 +80,7 @@ def run_ablate(
     if out is not None:
         whole = document(str(model), {"edges": edges, "axes": list(axes)})
         whole["ablations"] = msgspec.to_builtins(found)
-        whole["run"] = run_facts(begun)
-        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        write_document(out, whole, begun)
 
 
 def check(settings: EvaluateSettings, chain: tuple[str, ...], workload: Workload) -> None:
@@ -141,5 +139,4 @@ def run_command(
     if out is not None:
         options = settings.shown() | {"workloads": traces.shown()}
         whole = document(str(model), options, rows, hops, of_traces, ranks)
-        whole["run"] = run_facts(begun)
-        out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        write_document(out, whole, begun)

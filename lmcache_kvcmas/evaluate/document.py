@@ -1,5 +1,6 @@
 """What ``--json`` writes. Scripts, `kvcmas report` and later runs read it: its names are a promise."""
 
+import json
 import os
 import platform
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -67,14 +69,18 @@ def _workload(rows: Sequence[TraceRow]) -> dict[str, Any]:
     }
 
 
-def run_facts(begun: float) -> dict[str, Any]:
-    """How the figures came about; ``begun`` is what `time.perf_counter` said at the start."""
+def _run_facts(begun: float) -> dict[str, Any]:
     return {
         "command": " ".join(["kvcmas", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(perf_counter() - begun, 1),
         "cpus": os.cpu_count(),
     }
+
+
+def write_document(out: Path, whole: dict[str, Any], begun: float) -> None:
+    """Write ``whole`` with how it came about; ``begun`` is what `time.perf_counter` said at the start."""
+    out.write_text(json.dumps(whole | {"run": _run_facts(begun)}, indent=1) + "\n", "utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -51,13 +51,13 @@ class Predicted:
         if self.fraction:
             count = int(self.fraction * tokens + 1e-6)  # like Settings.recomputed
             chosen = choose(reliability.doubts(), count, len(computed))
-            run = _recomputed(case, run, computed, chosen)
+            run = _recomputed(case, run, chosen)
             computed = torch.cat([computed, chosen])
         ehat = None if self.kind == "none" else reliability.ehat(computed)
         return Outcome(run, ehat, len(computed) / tokens, self.state_bytes, computed=computed)
 
 
-def _recomputed(case: Case, run: Active, head: torch.Tensor, chosen: torch.Tensor) -> Active:
+def _recomputed(case: Case, run: Active, chosen: torch.Tensor) -> Active:
     """The model over ``chosen`` rows in the corrected cache; the head, exact already, stands in front of them."""
     over = partial_run(case.model, case.prefix, case.run, run)
     over.begin(chosen)
