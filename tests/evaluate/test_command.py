@@ -1,5 +1,6 @@
 """The command line of `kvcmas evaluate`: mistakes end in one clear line, before anything slow begins."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -8,9 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from lmcache_kvcmas.config import Settings
+from lmcache_kvcmas.connectors import cli_measure
 from lmcache_kvcmas.connectors.cli import app
-from lmcache_kvcmas.evaluate.methods import DEFAULT_METHODS
+from lmcache_kvcmas.evaluate.methods import DEFAULT_METHODS, Knobs
 from lmcache_kvcmas.evaluate.runs import DenseRuns
+from lmcache_kvcmas.evaluate.tasks import TASKS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "workload"
 FILES = ["--roles", str(EXAMPLE / "roles.json"), "--contexts", str(EXAMPLE / "contexts.jsonl")]
@@ -81,3 +85,13 @@ def test_help_does_not_load_torch() -> None:
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert CliRunner().invoke(app, ["evaluate", "--help"]).exit_code == 0
+
+
+def test_the_command_lines_defaults_are_the_products() -> None:
+    """They are written out there, so that `--help` loads nothing heavy."""
+    given = {name: p.default for name, p in inspect.signature(cli_measure.evaluate).parameters.items()}
+    settings = Settings()
+    ours = (settings.rank, settings.head_tokens, settings.recompute_fraction, settings.theta, settings.max_anchors)
+    assert tuple(given[name] for name in ("rank", "head", "fraction", "theta", "anchors")) == ours
+    assert (Knobs().rank, Knobs().head, Knobs().fraction, Knobs().theta) == ours[:4]
+    assert set(cli_measure._TASKS) == set(TASKS)

