@@ -84,6 +84,9 @@ def calibrate(
     budget: Annotated[
         str, typer.Option(help="kl<=NATS; kl_vs_none<=SHARE of rotation only; or points<=PERCENTAGE POINTS of accuracy")
     ] = "kl<=0.003",
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="share of resampled dev traces on which θ must keep the budget")
+    ] = 0.9,
     traces: Annotated[
         Path | None, typer.Option(help='your own: a chat request a line, {"trace", "agent", "messages", "response"}')
     ] = None,
@@ -125,7 +128,8 @@ def calibrate(
         )
         sets = tuple(listed(tasks)) or (() if traces else ("contexts",))
         options = TraceOptions(sets, traces, Framework(framework, agents, rounds), Counts(learn, dev, test))
-        values, held = run_calibrate(model, options.load(), settings, choice, Budget.parse(budget), config, json)
+        allowed = Budget.parse(budget, confidence)
+        values, held = run_calibrate(model, options.load(), settings, choice, allowed, config, json)
         if held and config:
             typer.echo(
                 f"{config}: {', '.join(f'kvcmas.{n}: {v}' for n, v in values.items())}; before: "

@@ -2,9 +2,12 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
+
+import msgspec
 
 from ..errors import ConfigError
 from .figures import CurvePoint, HeldOut
@@ -22,9 +25,11 @@ class Budget(NamedTuple):
     """``kl``: nats to dense, mean over calls. ``kl_vs_none``: the same ÷ rotation only. ``points``: percentage points
     of accuracy below dense."""
     limit: float
+    confidence: float = 0.9
+    """θ must keep within the limit on so large a share of resampled traces; 0.5 or more."""
 
     @classmethod
-    def parse(cls, text: str) -> "Budget":
+    def parse(cls, text: str, confidence: float = 0.9) -> "Budget":
         """Of ``kl<=0.003``. Raises ConfigError."""
         found = _BUDGET.fullmatch(text)
         try:
@@ -33,7 +38,7 @@ class Budget(NamedTuple):
             limit = math.nan
         if found is None or not limit >= 0 or math.isinf(limit):
             raise ConfigError(f"--budget is {text!r}. Allowed: {', '.join(f'{m}<=NUMBER' for m in MEASURES)}")
-        return cls(found[1], limit)
+        return cls(found[1], limit, confidence)
 
     def __str__(self) -> str:
         return f"{self.measure}<={self.limit:g}"
@@ -51,19 +56,22 @@ class Measured(NamedTuple):
         return cls(*([r for r in rows if r.method == name] for name in (method, "none", "dense")))
 
 
-def curve(measured: Measured) -> list[CurvePoint]:
+def curve(measured: Measured, budget: Budget) -> list[CurvePoint]:
     """A point for every θ at which one more call is accepted, from none at all.
 
     ``ours`` ran with the gate open. What a θ refuses counts as dense: no error, no reuse. In service a refusal also
-    spares the agents behind it some error, so that a θ costs no more than its point says.
+    spares the agents behind it some error, so that a θ costs no more than its point says. Raises ConfigError where the
+    budget is one of accuracy and nothing was judged.
     """
     ehats = sorted({r.ehat for r in measured.ours if r.ehat is not None})
-    return [_point(measured, theta) for theta in [0.0, *ehats]]
+    points = [_point(measured, theta) for theta in [0.0, *ehats]]
+    return [msgspec.structs.replace(p, at_most=_at_most(measured, p, budget)) for p in points]
 
 
 def choose_theta(points: Sequence[CurvePoint], budget: Budget) -> CurvePoint:
-    """The point of most reuse within the budget; the first, at which nothing is reused, always is."""
-    return max((p for p in points if spent(p, budget) <= budget.limit), key=lambda p: (p.reuse, -p.theta))
+    """The point of most reuse that is within the budget, as is its ``at_most``; the first, of no reuse, always is."""
+    within = (p for p in points if max(spent(p, budget), p.at_most or 0.0) <= budget.limit)
+    return max(within, key=lambda p: (p.reuse, -p.theta))
 
 
 def judge(measured: Measured, theta: float, budget: Budget) -> HeldOut:
@@ -92,8 +100,30 @@ def spent(point: CurvePoint, budget: Budget) -> float:
     return value
 
 
+def _at_most(measured: Measured, point: CurvePoint, budget: Budget) -> float:
+    """Of the budget's measure, the end of its one-sided bootstrap interval over whole traces."""
+    above: dict[tuple[str, str], float] = defaultdict(float)
+    below: dict[tuple[str, str], float] = defaultdict(float)
+    passed = _passed(measured, point.theta)
+    for ours, none, dense, accepted in zip(*measured, passed, strict=True):
+        trace = (ours.workload, ours.trace)
+        if budget.measure != "points":
+            above[trace] += ours.kl if accepted else 0.0
+            below[trace] += none.kl if budget.measure == "kl_vs_none" else 1.0
+        elif ours.score is not None and dense.score is not None:
+            above[trace] += 100 * (dense.score - ours.score) if accepted else 0.0
+            below[trace] += 1.0
+    if not below:
+        return spent(point, budget)
+    return bootstrap(list(above.values()), list(below.values()), 2 * budget.confidence - 1)[1]
+
+
+def _passed(measured: Measured, theta: float) -> list[bool]:
+    return [r.ehat is None or r.ehat <= theta for r in measured.ours]
+
+
 def _point(measured: Measured, theta: float) -> CurvePoint:
-    passed = [r.ehat is None or r.ehat <= theta for r in measured.ours]
+    passed = _passed(measured, theta)
     shared = sum(r.shared for r in measured.ours)
     kl = sum(r.kl for r, p in zip(measured.ours, passed, strict=True) if p) / len(passed)
     both = zip(measured.ours, measured.dense, passed, strict=True)

@@ -77,7 +77,7 @@ def calibrate(model: Path, traces: Sequence[Trace], settings: Settings, choice: 
         dev = measure(tuple(open_gate.values()), "dev")
         if not dev:
             raise ConfigError("no call of the traces for dev takes anything over: there is nothing to choose by")
-        curves = {name: curve(Measured.of(dev, name)) for name in open_gate}
+        curves = {name: curve(Measured.of(dev, name), budget) for name in open_gate}
         best = {name: choose_theta(points, budget) for name, points in curves.items()}
         name = max(best, key=lambda n: best[n].reuse)
         values, theta = choice.all()[int(name)], _rounded(best[name].theta)
@@ -105,6 +105,7 @@ def run_calibrate(
         whole = document(str(model), used | found.chosen, traces=found.rows)
         whole["calibration"] = {
             "budget": str(budget),
+            "confidence": budget.confidence,
             "theta": found.theta,
             "file": str(config) if config and found.heldout.within_budget else None,
             "curve": msgspec.to_builtins(found.curve),
@@ -130,35 +131,27 @@ def _rounded(theta: float) -> float:
 
 
 def _table(found: Calibrated, budget: Budget) -> Table:
+    surely = f"{budget.confidence:.0%}"
     table = Table(
         title=f"θ for {budget}",
-        caption="KL to dense in 1e-3 nats, mean over calls; reuse: shared tokens neither recomputed nor refused",
+        caption="KL to dense in 1e-3 nats, mean over calls; reuse: shared tokens neither recomputed nor refused; "
+        f"at most: {budget.measure} of {surely} of resampled traces",
     )
-    for column in ("θ", "reuse", "KL", "÷ none", "accuracy"):
+    for column in ("θ", "reuse", "KL", "÷ none", "accuracy", "at most"):
         table.add_column(column, justify="right")
     chosen = max((i for i, p in enumerate(found.curve) if p.theta <= found.theta), default=0)
     step = max(1, len(found.curve) // _POINTS)
     for i, point in enumerate(found.curve):
         if i % step and i not in (chosen, len(found.curve) - 1):
             continue
-        accuracy = "" if point.accuracy is None else f"{point.accuracy:.2f}"
-        cells = (
-            f"{point.theta:.4f}",
-            f"{point.reuse:.2f}",
-            f"{1e3 * point.kl:.2f}",
-            f"{point.kl_vs_none:.3f}",
-            accuracy,
-        )
+        cells = (f"{point.theta:.4f}", *_figures(point), f"{point.at_most:.3g}")
         table.add_row(*cells, style="bold green" if i == chosen else None)
     held = found.heldout
-    accuracy = "" if held.accuracy is None else f"{held.accuracy:.2f}"
     table.add_section()
-    table.add_row(
-        "held out",
-        f"{held.reuse:.2f}",
-        f"{1e3 * held.kl:.2f}",
-        f"{held.kl_vs_none:.3f}",
-        accuracy,
-        style="bold" if held.within_budget else "bold red",
-    )
+    table.add_row("held out", *_figures(held), "", style="bold" if held.within_budget else "bold red")
     return table
+
+
+def _figures(of: CurvePoint | HeldOut) -> tuple[str, ...]:
+    accuracy = "" if of.accuracy is None else f"{of.accuracy:.2f}"
+    return f"{of.reuse:.2f}", f"{1e3 * of.kl:.2f}", f"{of.kl_vs_none:.3f}", accuracy

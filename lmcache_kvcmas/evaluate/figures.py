@@ -95,6 +95,8 @@ class CurvePoint(msgspec.Struct, frozen=True):
     accuracy: float | None = None
     points: float | None = None
     """Percentage points of accuracy lost to dense prefill."""
+    at_most: float | None = None
+    """Of the budget's measure: what as large a share of resampled traces as was asked for stays below."""
 
 
 class HeldOut(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ from ..choose import except_rows
 from .dense import Active
 from .figures import Interval
 
+_RESAMPLES = 2000
+
 
 class CacheErrors(NamedTuple):
     """Errors of a run's cache. Each is a mean over layers >= 1; rotation changes no length, so rotated keys do."""
@@ -61,14 +63,15 @@ def answer_errors(logp: Tensor, dense: Tensor) -> AnswerErrors:
     return AnswerErrors(max(float(kl), 0.0), float(same.double().mean()), bool(same.all()))
 
 
-def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, resamples: int = 2000) -> Interval:
-    """95% interval of the mean of ``values``, or of the ratio of means to ``below`` (paired)."""
+def bootstrap(values: Sequence[float], below: Sequence[float] | None = None, level: float = 0.95) -> Interval:
+    """Interval of the mean of ``values``, or of the ratio of means to ``below`` (paired); of 95% by default."""
     x = torch.tensor(values, dtype=torch.float64)
-    draws = torch.randint(len(x), (resamples, len(x)), generator=torch.Generator().manual_seed(0))
+    draws = torch.randint(len(x), (_RESAMPLES, len(x)), generator=torch.Generator().manual_seed(0))
     means = x[draws].mean(1)
     if below is not None:
         means = means / torch.tensor(below, dtype=torch.float64)[draws].mean(1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.quantile(means, ends).tolist()
     return low, high
 
 

@@ -14,7 +14,7 @@ from workflow import contexts
 pytestmark = pytest.mark.engine
 BOUND = 1e-3  # see test_takeover.py: fp32 sums in another order
 FORCED = [260, 1735, 282]
-TIMEOUT_MS = 250
+TIMEOUT_MS = 2000  # with 250, engines and Redis on two busy cores were too late now and then: fewer tokens came
 SETTINGS = {"theta": 0.2}  # two anchors disagree more than ten: the threshold is not what is tested here
 
 

@@ -2,9 +2,11 @@
 
 import json
 import math
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from lmcache_kvcmas.connectors.cli import app
 from lmcache_kvcmas.connectors.lmcache_edit import write_settings
 from lmcache_kvcmas.errors import ConfigError
 from lmcache_kvcmas.evaluate.calibrate import Budget, Measured, choose_theta, curve, judge
+from lmcache_kvcmas.evaluate.measures import bootstrap
 from lmcache_kvcmas.evaluate.serve import TraceRow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lmcache-kvcmas.yaml"
@@ -52,8 +55,12 @@ def measured(calls: list[tuple[float, float, float | None]]) -> Measured:
     )
 
 
+def at_the_mean(measure: str, limit: float) -> Budget:
+    return Budget(measure, limit, 0.5)
+
+
 def test_the_curve_by_hand() -> None:
-    points = curve(measured([(0.01, 0.1, 1.0), (0.03, 0.5, 0.0), (0.02, 0.2, None)]))
+    points = curve(measured([(0.01, 0.1, 1.0), (0.03, 0.5, 0.0), (0.02, 0.2, None)]), Budget("points", 1))
     assert [p.theta for p in points] == [0, 0.01, 0.02, 0.03]
     assert [p.kl for p in points] == pytest.approx([0, 0.1 / 3, 0.1, 0.8 / 3])
     assert [p.kl_vs_none for p in points] == [p.kl for p in points]
@@ -63,12 +70,35 @@ def test_the_curve_by_hand() -> None:
 
 
 def test_the_most_reuse_within_the_budget() -> None:
-    points = curve(measured([(0.01, 0.1, 1.0), (0.03, 0.5, 0.0), (0.02, 0.2, 1.0)]))
-    assert choose_theta(points, Budget("kl", 0.11)).theta == 0.02
-    assert choose_theta(points, Budget("kl", 0.05)).theta == 0.01
-    assert choose_theta(points, Budget("kl", 1)).theta == 0.03
-    assert choose_theta(points, Budget("points", 5)).theta == 0.02
-    assert choose_theta(points, Budget("kl_vs_none", 0)).theta == 0
+    calls = measured([(0.01, 0.1, 1.0), (0.03, 0.5, 0.0), (0.02, 0.2, 1.0)])
+
+    def theta(budget: Budget) -> float:
+        return choose_theta(curve(calls, budget), budget).theta
+
+    assert theta(at_the_mean("kl", 0.11)) == 0.02
+    assert theta(at_the_mean("kl", 0.05)) == 0.01
+    assert theta(at_the_mean("kl", 1)) == 0.03
+    assert theta(at_the_mean("points", 5)) == 0.02
+    assert theta(at_the_mean("kl_vs_none", 0)) == 0
+    # The mean over all traces is .1 at θ = .02; over three drawn with replacement it is above .11 in some of ten cases.
+    assert theta(Budget("kl", 0.11, 0.9)) == 0.01
+
+
+@pytest.mark.parametrize("measure", ["kl", "kl_vs_none", "points"])
+def test_the_surer_the_less(measure: str) -> None:
+    """Whole traces are drawn: calls of one go together."""
+    rng = random.Random(0)
+    calls = measured([(0.01 * (i + 1), rng.random(), float(rng.random() < 0.5)) for i in range(30)])
+    calls = Measured(*([replace(r, trace=f"t{i // 3}") for i, r in enumerate(rows)] for rows in calls))
+    ends = [curve(calls, Budget(measure, 1, sure))[-1].at_most for sure in (0.5, 0.8, 0.9, 0.99)]
+    assert ends == sorted(set(ends))
+    point = curve(calls, Budget(measure, 1))[-1]
+    of_traces = [
+        sum(100 * (1 - r.score) if measure == "points" else r.kl for r in calls.ours[i : i + 3]) / 3
+        for i in range(0, 30, 3)
+    ]
+    assert point.at_most == pytest.approx(bootstrap(of_traces, level=0.8)[1])
+    assert ends[0] == pytest.approx(fmean(of_traces), rel=0.05), "half of the draws are above the mean"
 
 
 @given(
@@ -78,10 +108,11 @@ def test_the_most_reuse_within_the_budget() -> None:
 def test_a_choice_is_within_its_budget_and_none_within_it_reuses_more(
     calls: list[tuple[float, float, float]], limit: float
 ) -> None:
-    points = curve(measured(list(calls)))
-    chosen = choose_theta(points, Budget("kl", limit))
-    assert chosen.kl <= limit
-    assert all(p.reuse <= chosen.reuse for p in points if p.kl <= limit)
+    budget = Budget("kl", limit)
+    points = curve(measured(list(calls)), budget)
+    chosen = choose_theta(points, budget)
+    assert max(chosen.kl, chosen.at_most or 0.0) <= limit
+    assert all(p.reuse <= chosen.reuse for p in points if max(p.kl, p.at_most or 0.0) <= limit)
     assert [p.reuse for p in points] == sorted(p.reuse for p in points)
 
 
@@ -108,7 +139,7 @@ def test_other_budgets_are_named(given: str) -> None:
 
 def test_a_budget_of_points_needs_right_answers() -> None:
     with pytest.raises(ConfigError, match="right answer"):
-        choose_theta(curve(measured([(0.1, 0.1, None)])), Budget("points", 1))
+        curve(measured([(0.1, 0.1, None)]), Budget("points", 1))
 
 
 # the LMCache file
@@ -172,6 +203,8 @@ def test_the_command(tiny_folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     found = written["calibration"]
+    assert found["confidence"] == 0.9
+    assert all(p["at_most"] >= p["kl"] for p in found["curve"])
     ehats = [p["theta"] for p in found["curve"]]
     assert ehats == sorted(ehats)
     assert max(ehats) <= found["theta"] <= 1.001 * max(ehats), "all of it is within so large a budget"

@@ -107,7 +107,7 @@ def test_every_number_of_a_summary_can_be_read(page: str) -> None:
 def test_the_other_tables_are_the_documents(page: str) -> None:
     tables = Page(page).tables
     assert tables["Edge planner → solver: every rank"]["0"] == ["4.5", "8.5", "30.0", "50.0"]
-    assert tables["The curve: every figure"]["0.04"] == ["0.75", "0.0025", "0.25", "0.75"]
+    assert tables["The curve: every figure"]["0.04"] == ["0.75", "0.0025", "0.25", "0.75", "0.0028"]
     assert tables["The curve: every figure"]["held out"] == ["0.7", "0.00275", "0.001 0.0045", "0.25", "0.7"]
     assert tables["Ablation of rank: every figure"]["8"] == ["0.25", "0.125 0.5", "0.15", "1000.0"]
     assert tables["Chain of agents: every figure, hop by hop"]["chained"][:3] == ["1", "0.002", "0.001 0.005"]
@@ -152,11 +152,12 @@ def test_a_budget_of_accuracy_is_drawn_as_one(tmp_path: Path) -> None:
     document["calibration"]["budget"] = "points<=2"
     document["calibration"]["theta"] = 0.0401  # rounded up from the curve's .04
     for i, point in enumerate(document["calibration"]["curve"]):
-        point |= {"accuracy": 0.75 - 0.0125 * i, "points": 1.25 * i}
+        point |= {"accuracy": 0.75 - 0.0125 * i, "points": 1.25 * i, "at_most": 1.5 * i}
     found = Page(report(tmp_path, document))
     assert "reuse-accuracy" in found.ids
     assert "budget 73%" in found.text
     assert found.text.count("chosen, θ = 0.0401") == 4
+    assert "points<=2, to be kept on 90% of resampled traces" in found.text
 
 
 def test_other_settings_are_said(tmp_path: Path) -> None:

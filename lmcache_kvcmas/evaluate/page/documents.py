@@ -56,6 +56,8 @@ class Calibration(msgspec.Struct, frozen=True):
     theta: float | None
     curve: tuple[CurvePoint, ...]
     """Of development traces, by rising θ."""
+    confidence: float | None = None
+    """Share of resampled development traces on which θ is within the budget."""
     heldout: HeldOut | None = None
     file: str | None = None
 

@@ -26,6 +26,8 @@ class _Measure(NamedTuple):
     """As a height in the chart."""
     ci: Callable[[HeldOut], Interval | None] = lambda held: None
     from_zero: bool = True
+    at_most: Callable[[float], float] = lambda spent: spent
+    """From an end of the budget's measure to a height in the chart; used where there is a ``budget``."""
 
 
 class _Mark(NamedTuple):
@@ -60,7 +62,13 @@ def _measures(calibration: Calibration) -> list[_Measure]:
     dense = None if first is None else (first.accuracy or 0.0) + (first.points or 0.0) / 100
     measures = [
         _Measure(
-            "kl", "KL to dense, 10⁻³ nats", lambda p: 1e3 * p.kl, tick, None if kl is None else 1e3 * kl, _nats_ci
+            "kl",
+            "KL to dense, 10⁻³ nats",
+            lambda p: 1e3 * p.kl,
+            tick,
+            None if kl is None else 1e3 * kl,
+            _nats_ci,
+            at_most=lambda nats: 1e3 * nats,
         ),
         _Measure(
             "accuracy",
@@ -69,6 +77,7 @@ def _measures(calibration: Calibration) -> list[_Measure]:
             percent,
             None if points is None or dense is None else dense - points / 100,
             from_zero=False,
+            at_most=lambda lost: (dense or 0.0) - lost / 100,
         ),
     ]
     if ratio is not None:
@@ -95,9 +104,12 @@ def _chart(measure: _Measure, points: Sequence[CurvePoint], calibration: Calibra
         axes = canvas.axes(_LEFT, top, width - _LEFT - 18, height)
         at = [(p.reuse, measure.of(p) or 0.0) for p in points]
         interval = None if held is None else measure.ci(held)
-        _scale(axes, measure, [*(y for _, y in at), *(interval or ()), *_heights(measure, held)])
+        bounds = _bounds(measure, points)
+        _scale(axes, measure, [*(y for _, y in (*at, *bounds)), *(interval or ()), *_heights(measure, held)])
+        if bounds:
+            axes.plot(*zip(*bounds, strict=True), color=theme.other, linewidth=1.1, linestyle=(0, (4, 2)))
         axes.plot(*zip(*at, strict=True), "-o", color=theme.other, linewidth=1.8, markersize=4, clip_on=False)
-        drawn = _along([pixels(axes, canvas.height, *p) for p in at])
+        drawn = [box for path in (at, bounds) for box in _along([pixels(axes, canvas.height, *p) for p in path])]
         if measure.budget is not None:
             axes.axhline(measure.budget, color=theme.muted, linewidth=1.1, linestyle=(0, (3, 2)))
             x, y = pixels(axes, canvas.height, 0.0, measure.budget)
@@ -119,6 +131,13 @@ def _chart(measure: _Measure, points: Sequence[CurvePoint], calibration: Calibra
     said = "; ".join(f"{percent(p.reuse)} reused, {measure.spell(measure.of(p) or 0.0)}" for p in points[:40])
     alt = f"{measure.title} against reuse on development traces: {said}."
     return Chart(f"reuse-{measure.slug}", f"{measure.title}, against reuse", alt, draw)
+
+
+def _bounds(measure: _Measure, points: Sequence[CurvePoint]) -> list[tuple[float, float]]:
+    """Where the ends of the budget's measure lie, if this is its chart."""
+    if measure.budget is None:
+        return []
+    return [(p.reuse, measure.at_most(p.at_most)) for p in points if p.at_most is not None]
 
 
 def _heights(measure: _Measure, held: HeldOut | None) -> list[float]:

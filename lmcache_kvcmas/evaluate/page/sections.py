@@ -6,10 +6,10 @@ from .ablations import ablation_chart
 from .canvas import Chart
 from .comparison import accuracy_chart, kl_chart, memory_chart
 from .curves import ranks_chart
-from .documents import Document
+from .documents import Calibration, Document
 from .hops import hops_section
 from .kinds import ordered
-from .numbers import tick
+from .numbers import percent, tick
 from .parts import Part, Section, slugs
 from .reuse import chosen_point, reuse_charts
 from .scopes import Scope, edge_name, scopes
@@ -116,7 +116,7 @@ def _calibration(document: Document) -> Section | None:
         "calibration",
         "What reuse costs",
         "The gate reuses what it expects to be less wrong than θ; every point is a θ, on development traces. "
-        f"The budget is {calibration.budget}. {theta}{where}",
+        f"The budget is {calibration.budget}{_surely(calibration)}. {theta}{where}",
         (
             Part(
                 "",
@@ -125,6 +125,12 @@ def _calibration(document: Document) -> Section | None:
             ),
         ),
     )
+
+
+def _surely(calibration: Calibration) -> str:
+    if calibration.confidence is None:
+        return ""
+    return f", to be kept on {percent(calibration.confidence)} of resampled traces: the dashed line"
 
 
 def _memory(document: Document) -> Section:

@@ -158,11 +158,11 @@ def ranks_table(caption: str, ranks: Ranks) -> Table:
 
 
 def calibration_table(caption: str, calibration: Calibration, chosen: CurvePoint | None) -> Table:
-    points: list[tuple[str, CurvePoint | HeldOut, Interval | None]] = [
-        (tick(p.theta), p, None) for p in sorted(calibration.curve, key=lambda p: p.theta)
+    points: list[tuple[str, CurvePoint | HeldOut, Interval | None, float | None]] = [
+        (tick(p.theta), p, None, p.at_most) for p in sorted(calibration.curve, key=lambda p: p.theta)
     ]
     if calibration.heldout is not None:
-        points.append(("held out", calibration.heldout, calibration.heldout.kl_ci))
+        points.append(("held out", calibration.heldout, calibration.heldout.kl_ci, None))
     lines = [
         Line(
             head,
@@ -174,14 +174,14 @@ def calibration_table(caption: str, calibration: Calibration, chosen: CurvePoint
                 number(p.accepted, percent),
                 number(p.accuracy, percent),
                 number(p.points, figure),
+                number(most, figure),
             ),
             Kind.OURS if p is chosen else Kind.OTHER,
         )
-        for head, p, ci in points
+        for head, p, ci, most in points
     ]
-    return table(
-        caption, ("θ", "reused", "KL, 10⁻³ nats", "KL, 95%", "÷ none", "accepted", "accuracy", "points lost"), lines
-    )
+    columns = ("θ", "reused", "KL, 10⁻³ nats", "KL, 95%", "÷ none", "accepted", "accuracy", "points lost", "at most")
+    return table(caption, columns, lines)
 
 
 def ablation_table(caption: str, variants: Sequence[Variant]) -> Table:

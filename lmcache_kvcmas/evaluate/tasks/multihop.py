@@ -1,16 +1,17 @@
 """Facts that stand on both sides of the border between an agent's prompt and the text that all agents share.
 
-The shared text says which depot each city has. Each agent's own prompt says where its customers Alice, Robert and Susan
-live, and another agent's Alice lives in another city. ``multihop`` asks the last agent for the depot of one of its
-customers, so the answer joins a city from its prompt with a depot from the shared text. ``singlehop`` asks for the
-depot of a city by its name: the shared text alone is enough. A cache that was computed behind another agent's prompt
-carries that agent's customers. Agents keep their prompts from trace to trace; what changes is which depot a city has,
-and who is asked about.
+The shared text says which depot each of five cities has. Each agent's own prompt says where its customers Alice, Robert
+and Susan live, and another agent's Alice lives in another city. ``multihop`` asks the last agent for the depot of one
+of its customers, so the answer joins a city from its prompt with a depot from the shared text. ``singlehop`` asks for
+the depot of a city by its name: the shared text alone is enough. A cache that was computed behind another agent's
+prompt carries that agent's customers. Agents keep their prompts from trace to trace; what changes is which cities the
+week has besides those of the last agent's customers, which depot each has, and who is asked about.
 
 The examples write both hops out (``Alice lives in Rome. The depot of Rome is moon.``). Two depots are given away by
-them, so chance is one in six. SmolLM2-135M (Q4_1), dense, four agents in sequence: ``singlehop`` 10 of 20 (its earlier
-agents were then asked for a note on the week, not for a greeting), ``multihop`` 2 of 8. The second is no better than
-chance: with a model of that size compare distributions there, and accuracy only with a larger one.
+them, so chance is one in three. Of 24 ``dev`` problems SmolLM2-135M, dense, two agents, answers 18 of ``singlehop`` and
+10 of ``multihop`` (it takes the right city 11 times). The second is no better than chance: with a model of that size
+compare distributions there, and accuracy only with a larger one. With eight cities a week, ``singlehop`` was 11 of 24,
+at a chance of one in six.
 """
 
 import random
@@ -25,6 +26,8 @@ CITIES = ("Leeds", "York", "Oxford", "Bath", "Paris", "Rome", "London", "Boston"
 CUSTOMERS = ("Alice", "Robert", "Susan")
 DEPOTS = ("apple", "river", "tiger", "moon", "stone", "tree", "gold", "bear", "star", "fish", "cloud", "horse")
 _NAMES = ("anna", "ben", "clara", "david", "emma", "frank", "grace", "henry")
+_WEEK = 5
+"""Cities of a week's list."""
 _APART = (0, 2, 5)
 """Steps round the cities from the first customer's to each one's: colleagues' customers of one name never share one."""
 _DUTIES = (
@@ -104,10 +107,14 @@ def _tasks(
 
 
 def _weeks(rng: random.Random) -> Iterator[tuple[Row, ...]]:
-    n = len(CITIES)
+    """The last agent's cities are always among them."""
+    asked = list(_homes(len(_NAMES) - 1).values())
+    others = [city for city in CITIES if city not in asked]
     while True:
-        hours = [rng.choices(range(*span), k=n) for span in ((1, 6), (6, 10))]
-        yield tuple(map(Row._make, zip(rng.sample(CITIES, n), rng.sample(DEPOTS, n), *hours, strict=True)))
+        cities = asked + rng.sample(others, _WEEK - len(asked))
+        rng.shuffle(cities)
+        hours = [rng.choices(range(*span), k=_WEEK) for span in ((1, 6), (6, 10))]
+        yield tuple(map(Row._make, zip(cities, rng.sample(DEPOTS, _WEEK), *hours, strict=True)))
 
 
 def _text(rows: Sequence[Row]) -> str:
