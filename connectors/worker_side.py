@@ -96,7 +96,7 @@ class WorkerSide:
             self._outcomes[load.request] = self._concluded(load, verdict)
             # Every rank runs the same ranges, whatever its own loads came to: the model's collectives count on it.
             ranges += ranges_of(load, verdict)
-        if ranges and not self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False):
+        if ranges and not self._computed(ranges):
             for load in work.loads:
                 self._outcomes[load.request] = self._failed(load, load.spans[0].start, _NESTED_FAILED, ())
         self.counts["loads"] += len(work.loads)
@@ -184,6 +184,16 @@ class WorkerSide:
         self._failed_blocks.update(load.block_ids[start // block : (load.spans[-1].end - 1) // block + 1])
         self.counts[cause] += 1
         return Outcome(tuple(judged), start, cause)
+
+    def _computed(self, ranges: Sequence[Range]) -> bool:
+        """Run the model over ``ranges``; False if it could not.
+
+        Raises what it raises where other ranks take part: they wait in collectives that this rank does not come to, and
+        would take its next ones for those. So the engine ends, as it does when a forward of its own fails on one rank.
+        """
+        if get_tp_group().world_size > 1:
+            return self._compute(ranges)
+        return self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False)
 
     def _compute(self, ranges: Sequence[Range]) -> bool:
         assert self.nested is not None

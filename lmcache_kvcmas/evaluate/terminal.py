@@ -27,7 +27,10 @@ class Bar:
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[Bar]:
-    """On stderr; says ``name`` until it is called."""
+    """On stderr; says ``name`` until it is called. The only one: transformers' own, of loading weights, is off."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=None)

@@ -64,6 +64,23 @@ def test_a_damaged_entry_is_prefilled(llm: Engine) -> None:
     assert (answer.logits - dense(llm, prompt)).abs().max() <= BOUND
 
 
+def test_a_nested_forward_that_fails_is_prefilled(llm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, prompt = prompts(llm, 5, "solver", "critic")
+    llm.ask(source)
+    llm.settle()
+
+    def fail(ranges: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.connector.worker.nested, "run", fail)
+        answer = llm.ask(prompt, 4, FORCED, hints={"capture": False})
+    assert answer.report["decision"] == "nested_failed"
+    assert answer.report["reused_tokens"] == 0
+    assert (answer.logits - dense(llm, prompt)).abs().max() <= BOUND
+    assert llm.ask(prompt, 4, FORCED, hints={"capture": False}).report["reused_tokens"] > 0, "the next one shares again"
+
+
 def test_several_long_requests_preempt_one_another(llm: Engine) -> None:
     """24 blocks of 128 tokens hold two of four long requests: the others wait, are preempted and load again."""
     (source,) = prompts(llm, 8, "solver")

@@ -69,6 +69,18 @@ def wait_for_lessons(llm: Engine, count: int) -> None:
     pytest.fail(f"{count} lessons were not learned: {llm.scheduler.counts}")
 
 
+def break_one_rank(worker: Any) -> None:
+    """In each worker's process: the second rank's nested forwards fail from now on."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    def fail(ranges: object) -> None:
+        raise MemoryError("one rank has lost its memory")
+
+    if get_tensor_model_parallel_rank() == 1:
+        get_kv_transfer_group().worker.nested.run = fail
+
+
 def test_three_ranks_share_a_hop(model: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has its own head's entries and anchors; the gate judges their sum, and all compute the same ranges."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(str(i % (os.cpu_count() or 1)) for i in range(3)))
@@ -91,6 +103,11 @@ def test_three_ranks_share_a_hop(model: Path, texts: list[str], monkeypatch: pyt
         again = say(llm, "solver", texts[3], capture=False, salt="nobody")
         assert again.report["exact_tokens"] > 200, "its own prefix, from three ranks' stores"
         assert furthest(dense, again) <= BOUND
+        # The other ranks wait in the model's collectives, or meet this one's next: nothing true can come of that.
+        llm.llm.collective_rpc(break_one_rank)
+        say(llm, "planner", texts[6])
+        with pytest.raises(Exception, match="lost its memory"):
+            say(llm, "solver", texts[6], capture=False)
 
 
 def test_bf16(model: Path, texts: list[str]) -> None:

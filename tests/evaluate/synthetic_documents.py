@@ -114,7 +114,14 @@ def calibrated() -> dict[str, Any]:
             "theta": 0.04,
             "file": "lmcache.yaml",
             "curve": [
-                {"theta": t, "reuse": r, "kl": k / 1e3, "kl_vs_none": k / 10, "accepted": r, "at_most": round(1.12e-3 * k, 6)}
+                {
+                    "theta": t,
+                    "reuse": r,
+                    "kl": k / 1e3,
+                    "kl_vs_none": k / 10,
+                    "accepted": r,
+                    "at_most": round(1.12e-3 * k, 6),
+                }
                 for t, r, k in curve
             ],
             "heldout": {
