@@ -17,10 +17,11 @@ import torch
 
 from lmcache_kvcmas.connectors import lmcache_api as lm
 from lmcache_kvcmas.connectors.lmcache_handles import LMCacheLease, LMCacheReservation
-from lmcache_kvcmas.connectors.lmcache_tiers import CPUTier, DiskTier
-from lmcache_kvcmas.entries import EntryKind, ForeignEntryError, Meta, Owner, TensorSpec, decode, lay_out
+from lmcache_kvcmas.connectors.lmcache_shared import SharedTraffic, cause_of
+from lmcache_kvcmas.connectors.lmcache_tiers import CPUTier, DiskTier, entry_name
+from lmcache_kvcmas.entries import EntryKind, Meta, Owner, TensorSpec, decode, lay_out
 from lmcache_kvcmas.errors import EntryError
-from lmcache_kvcmas.manifest import Needed, to_tensors
+from lmcache_kvcmas.manifest import Needed
 from lmcache_kvcmas.records import Record
 from lmcache_kvcmas.shared import SharedTier
 from lmcache_kvcmas.store import MissCause, NotHad, StoreStats
@@ -29,8 +30,6 @@ _LOG = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 4.5
 _FLUSH_SECONDS = 3.0
-PREFETCH_BATCH = 4
-"""Entries that are read in one time-out of the shared tier: 128 MiB, for chunks of 256 tokens of an 8B model."""
 
 
 class LMCacheStore:
@@ -39,7 +38,8 @@ class LMCacheStore:
     def __init__(
         self, manager: Any, owner: Owner, cpu: CPUTier, disk: DiskTier | None, shared: SharedTier | None
     ) -> None:
-        self._manager, self._owner, self._cpu, self._disk, self._shared = manager, owner, cpu, disk, shared
+        self._manager, self._owner, self._cpu, self._disk = manager, owner, cpu, disk
+        self._traffic = SharedTraffic(shared, cpu, owner, self._count_miss) if shared is not None else None
         self._lock = threading.Lock()
         self._misses: Counter[MissCause] = Counter()
         self._hits = self._stored = self._refused = self._open = 0
@@ -60,7 +60,7 @@ class LMCacheStore:
         if obj is None:
             with self._lock:
                 self._refused += 1
-                self._open -= 1
+            self._leave()
             return None
         return LMCacheReservation(
             layout,
@@ -84,91 +84,38 @@ class LMCacheStore:
             obj.ref_count_down()
             # What answers to this key wrongly would do so for ever: puts do not replace.
             self._drop(self._name(key))
-            if self._shared:
-                self._shared.remove(Needed(key, kind))
-            return self._missed(MissCause.FOREIGN if isinstance(error, ForeignEntryError) else MissCause.DAMAGED, error)
+            if self._traffic:
+                self._traffic.tier.remove(Needed(key, kind))
+            return self._missed(cause_of(error), error)
         with self._lock:
             self._hits += 1
         return LMCacheLease(entry, obj, release=self._release)
 
     @property
     def shared(self) -> SharedTier | None:
-        return self._shared
+        return self._traffic.tier if self._traffic else None
 
     def prefetch(self, wanted: Sequence[Needed]) -> NotHad:
         absent = tuple(w for w in wanted if not self._holds(self._name(w.key)))
-        if not absent or self._shared is None or not self._enter():
+        if not absent or self._traffic is None or not self._enter():
             return NotHad(gone=absent)
-        gone: list[Needed] = []
-        for begin in range(0, len(absent), PREFETCH_BATCH):
-            batch = absent[begin : begin + PREFETCH_BATCH]
-            not_had = self._prefetch(self._shared, batch)
-            gone += not_had.gone
-            if not_had.unreachable:  # a plan is of use up to its first hole only
-                rest = absent[begin + PREFETCH_BATCH :]
-                return self._left(NotHad(tuple(gone), (*not_had.unreachable, *rest)))
-        return self._left(NotHad(tuple(gone)))
-
-    def _left(self, not_had: NotHad) -> NotHad:
-        with self._lock:
-            self._open -= 1
-        return not_had
-
-    def _prefetch(self, shared: SharedTier, batch: Sequence[Needed]) -> NotHad:
-        read: dict[int, tuple[Any, int]] = {}
-        refused: set[int] = set()
-
-        def allocate(index: int, size: int) -> memoryview | None:
-            obj = self._cpu.allocate(torch.Size([size]), torch.uint8, lm.MemoryFormat.HS_TD) if size else None
-            if obj is None:
-                refused.add(index)
-                return None
-            read[index] = obj, size
-            return _view(obj, size)
-
-        there = shared.read(batch, allocate)
-        gone, unreachable = [], []
-        for index, entry in enumerate(batch):
-            if there is None or there[index] is None or (index in refused and not there[index]):
-                unreachable.append(entry)
-            elif not (there[index] and index in read and self._accept(entry, *read[index])):
-                gone.append(entry)
-        for obj, _ in read.values():
-            obj.ref_count_down()
-        return NotHad(tuple(gone), tuple(unreachable))
-
-    def _accept(self, entry: Needed, obj: Any, size: int) -> bool:
-        """Put what was read into memory, if it is what it should be."""
         try:
-            decode(obj.raw_data[:size], kind=entry.kind, owner=self._owner, key=entry.key)
-        except EntryError as error:
-            assert self._shared is not None
-            self._shared.remove(entry)
-            self._count_miss(MissCause.FOREIGN if isinstance(error, ForeignEntryError) else MissCause.DAMAGED, error)
-            return False
-        name = self._name(entry.key)
-        self._cpu.put(name, obj, entry.kind)
-        return self._cpu.contains(name)
+            return self._traffic.prefetch(absent)
+        finally:
+            self._leave()
 
     def share(self, entry: Needed) -> bool:
-        obj = self._cpu.get(self._name(entry.key)) if self._shared and not self._closed else None
-        if obj is None:
+        traffic = self._traffic
+        obj = self._cpu.get(self._name(entry.key)) if traffic and not self._closed else None
+        if traffic is None or obj is None:
             return False
-        self._share(entry, obj, obj.get_size())
+        self._share(traffic, entry, obj, obj.get_size())
         obj.ref_count_down()
         return True
 
     def publish(self, record: Record) -> None:
-        if self._shared is None:
-            return
-        tensors, meta = to_tensors(record)
-        owner = Owner(self._owner.model)
-        layout = lay_out(EntryKind.RECORD, record.id, owner, {n: TensorSpec.of(t) for n, t in tensors.items()}, meta)
-        buffer = torch.empty(layout.size, dtype=torch.uint8)
-        for name, view in layout.views(buffer).items():
-            view.copy_(tensors[name])
-        layout.seal(buffer)
-        self._shared.publish(record, buffer.numpy().data)
+        if self._traffic is not None:
+            self._traffic.publish(record)
 
     def contains(self, key: bytes) -> bool:
         return not self._closed and self._holds(self._name(key))
@@ -214,7 +161,7 @@ class LMCacheStore:
                 refused=self._refused,
                 evictions=self._cpu.tap.count - self._removed,
                 disk_failures=disk.failures if disk else 0,
-                shared=dict(self._shared.counts) if self._shared else {},
+                shared=dict(self.shared.counts) if self.shared else {},
             )
 
     def flush(self, timeout: float) -> bool:
@@ -223,7 +170,7 @@ class LMCacheStore:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.005)
-        return self._shared is None or self._shared.flush(max(0.0, deadline - time.monotonic()))
+        return self.shared is None or self.shared.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         with self._lock:
@@ -232,8 +179,8 @@ class LMCacheStore:
             self._closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         self.flush(_FLUSH_SECONDS)
-        if self._shared:
-            self._shared.close()
+        if self.shared:
+            self.shared.close()
         # LMCache closes its CPU tier first, and with it frees memory that the disk tier may still be writing from.
         closing = threading.Thread(target=self._close_tiers, name="kvcmas-close", daemon=True)
         closing.start()
@@ -277,8 +224,8 @@ class LMCacheStore:
             # A write to disk cannot be recalled, so what may change under its key stays in memory.
             if self._disk and kind is not EntryKind.POOL:
                 self._disk.put(name, obj)
-            if self._shared and kind is not EntryKind.POOL:
-                self._share(entry, obj, size)
+            if self._traffic and kind is not EntryKind.POOL:
+                self._share(self._traffic, entry, obj, size)
         except Exception:
             _LOG.exception("an entry could not be stored")
         self._release(obj)
@@ -287,26 +234,21 @@ class LMCacheStore:
             self._refused += not held
         return held
 
-    def _share(self, entry: Needed, obj: Any, size: int) -> None:
+    def _share(self, traffic: SharedTraffic, entry: Needed, obj: Any, size: int) -> None:
         """Queue an entry for the shared tier; its memory stays as it is until it is written."""
-        assert self._shared is not None
         obj.ref_count_up()
         with self._lock:
             self._open += 1
-        self._shared.put(entry, _view(obj, size), lambda: self._release(obj))
+        traffic.put(entry, obj, size, lambda: self._release(obj))
 
     def _release(self, obj: Any) -> None:
         obj.ref_count_down()
-        with self._lock:
-            self._open -= 1
+        self._leave()
 
     # --- inside ---
 
     def _name(self, key: bytes) -> Any:
-        """LMCache's form of a key. The rank goes in here: the scheduler hands out one key for all of them."""
-        return lm.CacheEngineKey(
-            "kvcmas", self._owner.tp_size, self._owner.tp_rank, int.from_bytes(key, "big"), torch.uint8
-        )
+        return entry_name(self._owner, key)
 
     def _fetch(self, name: Any, kind: EntryKind) -> Any:
         obj = self._cpu.get(name)
@@ -332,9 +274,12 @@ class LMCacheStore:
             self._open += not self._closed
             return not self._closed
 
-    def _missed(self, cause: MissCause, error: Exception | None) -> LMCacheLease | None:
+    def _leave(self) -> None:
         with self._lock:
             self._open -= 1
+
+    def _missed(self, cause: MissCause, error: Exception | None) -> LMCacheLease | None:
+        self._leave()
         self._count_miss(cause, error)
         return None
 
@@ -356,8 +301,3 @@ class LMCacheStore:
         self._manager.close()
         if self._disk:
             self._disk.folder.close()
-
-
-def _view(obj: Any, size: int) -> memoryview:
-    """The first ``size`` bytes of a memory object."""
-    return obj.raw_data[:size].numpy().data  # type: ignore[no-any-return]

@@ -9,10 +9,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmcache_kvcmas.connectors.disk_folder import DiskFolder
 from lmcache_kvcmas.connectors.eviction import EntryPolicy
-from lmcache_kvcmas.connectors.lmcache_api import OpType
-from lmcache_kvcmas.entries import EntryKind
+from lmcache_kvcmas.connectors.lmcache_api import CacheEngineKey, OpType
+from lmcache_kvcmas.entries import EntryKind, Owner
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,6 +27,11 @@ class _Full(logging.Filter):
 
 
 logging.getLogger("lmcache.v1.memory_management").addFilter(_Full())
+
+
+def entry_name(owner: Owner, key: bytes) -> Any:
+    """LMCache's form of a key. The rank goes in here: the scheduler hands out one key for all of them."""
+    return CacheEngineKey("kvcmas", owner.tp_size, owner.tp_rank, int.from_bytes(key, "big"), torch.uint8)
 
 
 class EventTap:

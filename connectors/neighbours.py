@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 from lmcache_kvcmas.connectors.journal import Journal
-from lmcache_kvcmas.connectors.lmcache_store import PREFETCH_BATCH
+from lmcache_kvcmas.connectors.lmcache_shared import PREFETCH_BATCH
 from lmcache_kvcmas.connectors.messages import Prefetch, Prefetched
 from lmcache_kvcmas.manifest import Needed, needed, needed_by
 from lmcache_kvcmas.records import Record

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,20 @@ from vllm.v1.request import RequestStatus
 
 from lmcache_kvcmas.agents import AgentRegistry
 from lmcache_kvcmas.config import Settings
+from lmcache_kvcmas.connectors.known_request import KnownRequest, not_eligible, report_of
 from lmcache_kvcmas.connectors.messages import Load, Outcome, Prefetched, Save, StepWork, WorkerReport
 from lmcache_kvcmas.connectors.metrics import TOKENS
-from lmcache_kvcmas.connectors.neighbours import Neighbours, Waiting, entries_of, first_without
+from lmcache_kvcmas.connectors.neighbours import Neighbours, entries_of, first_without
 from lmcache_kvcmas.connectors.prefix_tag import tag_blocks
 from lmcache_kvcmas.fingerprint import Tokens
-from lmcache_kvcmas.hints import Hints, parse_hints
+from lmcache_kvcmas.hints import parse_hints
 from lmcache_kvcmas.keys import KeySpace
 from lmcache_kvcmas.layout import lay_out
 from lmcache_kvcmas.library import Library
 from lmcache_kvcmas.planner import Planner
-from lmcache_kvcmas.plans import LabelledPlan, computed_instead, plan_tag, shorten, without_approximation
+from lmcache_kvcmas.plans import computed_instead, plan_tag, shorten, without_approximation
 from lmcache_kvcmas.records import Record, record_content
-from lmcache_kvcmas.report import PLANNED, HopReport, hop_report
+from lmcache_kvcmas.report import HopReport
 from lmcache_kvcmas.shared import PoolNews
 from lmcache_kvcmas.spans import Edge, Span, SpanKind
 from lmcache_kvcmas.tenants import tenant_name
@@ -31,35 +32,6 @@ logger = logging.getLogger(__name__)
 
 _ARRIVAL_SECONDS = 0.02
 _STEP_SECONDS = 0.002
-
-
-@dataclass
-class _Request:
-    """What is known of a request from its arrival to its end."""
-
-    tokens: Tokens
-    tenant: str
-    hints: Hints
-    planned: LabelledPlan
-    """As it was when the request arrived."""
-    offered: LabelledPlan
-    """What vLLM is offered: loses its approximate spans once they could not be given."""
-    used: LabelledPlan
-    """What the request's cache really consists of."""
-    tag: bytes
-    local: int = 0
-    """Tokens that vLLM had itself when it last asked."""
-    loading: bool = False
-    """A load is under way whose outcome the workers have not reported."""
-    to_choose: int = 0
-    """Tokens of predicted spans that the latest load recomputes if the gate accepts all."""
-    waiting: Waiting | None = None
-    """Entries are on their way from the shared tier."""
-    outcome: Outcome = field(default_factory=Outcome)
-
-    @property
-    def approximate(self) -> bool:
-        return self.used.first_approximate is not None
 
 
 class SchedulerSide:
@@ -78,8 +50,8 @@ class SchedulerSide:
         self._neighbours = neighbours
         self._library = Library(settings.max_records)
         self._registry = AgentRegistry()
-        self._requests: dict[str, _Request] = {}
-        self._unreported: dict[str, tuple[_Request, Tokens, list[int]]] = {}
+        self._requests: dict[str, KnownRequest] = {}
+        self._unreported: dict[str, tuple[KnownRequest, Tokens, list[int]]] = {}
         self._anchors: dict[tuple[str, Edge], int] = {}
         self._versions: Counter[tuple[str, Edge]] = Counter()
         self._work = StepWork()
@@ -103,7 +75,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """Plan a new request, and keep its approximate blocks apart in vLLM's prefix cache."""
-        refused = _not_eligible(request)
+        refused = not_eligible(request)
         if refused:
             self.counts[f"not_eligible.{refused}"] += 1
             return
@@ -123,7 +95,7 @@ class SchedulerSide:
         )
         tag = plan_tag(plan, lambda edge: self._versions[tenant, edge])
         used = without_approximation(plan)
-        known = _Request(tokens, tenant, hints, plan, plan, used, tag)
+        known = KnownRequest(tokens, tenant, hints, plan, plan, used, tag)
         self._requests[request.request_id] = known
         if self._neighbours is not None:
             prefetches, known.waiting = self._neighbours.send_for(request.request_id, plan)
@@ -191,7 +163,7 @@ class SchedulerSide:
             if request in self._unreported:
                 known, tokens, block_ids = self._unreported.pop(request)
                 self._concluded(known, outcome)
-                self._count(_report(known))
+                self._count(report_of(known))
                 if not self._capture(request, known, tokens, block_ids):
                     self._work.saves.append(Save(request, known.tenant, (), (), (), False))  # lets go of its blocks
             elif request in self._requests:
@@ -226,7 +198,7 @@ class SchedulerSide:
         if missing:
             self._go_on(known, missing, "missing")
 
-    def _go_on(self, known: _Request, missing: set[bytes], why: str) -> None:
+    def _go_on(self, known: KnownRequest, missing: set[bytes], why: str) -> None:
         """Offer what stands in front of the first entry that did not come."""
         known.waiting = None
         known.offered = shorten(known.offered, first_without(known.offered, missing))
@@ -257,7 +229,7 @@ class SchedulerSide:
         if self._neighbours is not None:
             self._neighbours.close()
 
-    def _concluded(self, known: _Request, outcome: Outcome) -> None:
+    def _concluded(self, known: KnownRequest, outcome: Outcome) -> None:
         known.loading = False
         known.outcome = outcome
         refused = {j.start for j in outcome.judged if j.computed}
@@ -273,7 +245,7 @@ class SchedulerSide:
         known = self._requests.pop(request.request_id, None)
         if known is None or request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
             return False, None
-        report = _report(known)
+        report = report_of(known)
         answer = {"kvcmas": report.as_json()}
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         if not (self._settings.capture and known.hints.capture) or computed < 1:
@@ -286,7 +258,7 @@ class SchedulerSide:
         self._count(report)
         return self._capture(request.request_id, known, tokens, block_ids), answer
 
-    def _capture(self, request: str, known: _Request, tokens: Tokens, block_ids: list[int]) -> bool:
+    def _capture(self, request: str, known: KnownRequest, tokens: Tokens, block_ids: list[int]) -> bool:
         """Add the record of ``tokens``, whose cache exists; False if there is nothing to write for it."""
         plan = known.used
         keys = KeySpace(self._model, known.tenant)
@@ -350,37 +322,3 @@ class SchedulerSide:
         if problem not in self._complaints and len(self._complaints) < 1000:
             self._complaints.add(problem)
             logger.warning("kvcmas: %s", problem)
-
-
-def _not_eligible(request: Any) -> str | None:
-    """Why a request is left to vLLM alone, or None."""
-    if not request.prompt_token_ids:
-        return "no_tokens"
-    if getattr(request, "mm_features", None):
-        return "multimodal"
-    if getattr(request, "lora_request", None) is not None:
-        return "lora"
-    if getattr(request, "resumable", False):
-        return "streaming_input"
-    params = request.sampling_params
-    if params is None:
-        return "pooling"
-    if params.prompt_logprobs is not None:
-        return "prompt_logprobs"
-    return None
-
-
-def _report(known: _Request) -> HopReport:
-    """What became of the request; what was planned for it, if it finished in the very step of its load.
-
-    The load's outcome comes after the response then. A load that had failed would have kept the request from finishing,
-    but the gate may have had some spans computed instead.
-    """
-    used, outcome = known.offered if known.loading else known.used, known.outcome
-    # What vLLM had from an earlier request counts as reused, whatever that one recomputed.
-    chosen = sum(j.recomputed for j in outcome.judged if j.end <= used.covered)
-    if known.loading:
-        chosen = known.to_choose
-    report = hop_report(known.planned, used, outcome.judged, len(known.tokens), outcome.cause, chosen)
-    unjudged = known.loading and any(s.kind is SpanKind.PREDICTED for s in used.spans)
-    return replace(report, decision=PLANNED) if unjudged else report
