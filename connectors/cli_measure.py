@@ -33,8 +33,8 @@ def evaluate(
     fraction: Annotated[
         float,
         typer.Option(min=0, max=1, help="share of a run that is recomputed beside the head, where it is least sure"),
-    ] = 0.05,
-    theta: Annotated[float, typer.Option(min=0, help="largest ê that the gated methods accept")] = 0.045,
+    ] = 0.08,
+    theta: Annotated[float, typer.Option(min=0, help="largest ê that the gated methods accept")] = 0.048,
     chain: Annotated[str | None, typer.Option(help="also a chain of agents, as planner:solver:critic")] = None,
     tasks: Annotated[str | None, typer.Option(help="all, or NAME,NAME of: " + ", ".join(_TASKS))] = None,
     traces: Annotated[

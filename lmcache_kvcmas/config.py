@@ -52,7 +52,7 @@ class Settings:
     """``r``: rank of every stored delta and anchor factor (1 to 256)."""
     head_tokens: int = 32
     """Leading tokens of each run that the model recomputes (0 to 1024); prediction is weakest there."""
-    recompute_fraction: float = 0.05
+    recompute_fraction: float = 0.08
     """Share of a predicted span's tokens (0 to 1; the head is not part of it) that the model recomputes besides: those
     that the anchors disagree about most. 0 where ``nested`` does not work."""
     min_run_tokens: int = 64
@@ -67,7 +67,7 @@ class Settings:
     """Anchors that an edge needs before its predictions are used (1 to ``max_anchors``)."""
     predictor: str = "attention"
     """``attention``, ``paper``, ``mean`` or ``none`` (keys are rotated, nothing is added)."""
-    theta: float = 0.045
+    theta: float = 0.048
     """Largest ê at which a prediction is used. Belongs to a model; this one to SmolLM2-135M-Instruct."""
     chain_theta: float = 0.0
     """Largest sqrt(Σ ê²) along a chain of hops; 2·theta unless set."""

@@ -55,7 +55,7 @@ def variants(axes: Sequence[str]) -> list[Tried]:
         "head": [_variant("head", n, n == d.head_tokens, replace(_OURS, head=n)) for n in (0, 8, 16, 32, 64, 128)],
         "fraction": [
             _variant("fraction", f, f == d.recompute_fraction, replace(_OURS, fraction=f))
-            for f in (0.0, 0.05, 0.1, 0.15)
+            for f in (0.0, 0.04, 0.08, 0.12, 0.16)
         ],
         "tokens an anchor keeps": [
             _variant("tokens an anchor keeps", n, n == d.anchor_tokens, keep=n) for n in (32, 64, 128, 256, 512)

@@ -13,7 +13,7 @@ from .workload import Context
 MODES = ("uncorrected", "chained", "context-free", "star", "gated")
 _CHAINED = ("uncorrected", "chained", "gated")
 _NONE = Predicted("none", "none")
-_DEFAULT = Predicted("attention+head+chosen", "attention", 32, 0.05)
+_DEFAULT = Predicted("attention+head+chosen", "attention", 32, 0.08)
 _METHODS: dict[str, Method] = {"uncorrected": _NONE, "gated": Gated("gated", _DEFAULT)}
 
 

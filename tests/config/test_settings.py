@@ -17,9 +17,9 @@ def test_without_any_setting_the_documented_defaults_hold() -> None:
     assert Settings.from_extra_config(None) == Settings.from_extra_config({}) == Settings()
     settings = Settings()
     assert (settings.rank, settings.head_tokens, settings.predictor) == (32, 32, "attention")
-    assert settings.recompute_fraction == 0.05
+    assert settings.recompute_fraction == 0.08
     assert (settings.max_anchors, settings.min_anchors, settings.anchor_tokens) == (10, 2, 256)
-    assert (settings.theta, settings.chain_theta) == (0.045, 0.09)
+    assert (settings.theta, settings.chain_theta) == (0.048, 0.096)
     assert settings.hot_bytes == 2**30
 
 

@@ -1,11 +1,14 @@
 """When a prediction may be used. Too lax, answers change; too strict, nothing is saved."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmcache_kvcmas.choose import choose
+from lmcache_kvcmas.choose import WINDOW, choose
 from lmcache_kvcmas.gate import Reason, Reliability, decide, ehat_of
 from lmcache_kvcmas.predict import LayerPrediction
 
@@ -46,10 +49,44 @@ def test_doubts_are_each_tokens_part_of_ehat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "head", "rows"), [(2, 0, [1, 3]), (2, 2, [3, 4]), (9, 3, [3, 4]), (0, 0, []), (-1, 1, [])]
+    ("count", "head", "rows"),
+    [
+        (16, 0, range(21, 37)),  # 16-row windows begin at 5, 21 and 37
+        (20, 0, [*range(4), *range(21, 37)]),
+        (25, 0, [*range(5), *range(21, 37), *range(37, 41)]),
+        (3, 0, range(21, 24)),
+        (20, 5, [*range(21, 37), *range(37, 41)]),
+        (99, 22, range(22, 53)),
+        (0, 0, []),
+        (-1, 1, []),
+    ],
 )
-def test_the_largest_doubts_behind_the_head_are_chosen(count: int, head: int, rows: list[int]) -> None:
-    assert choose(torch.tensor([0.1, 0.9, 0.2, 0.7, 0.3]), count, head).tolist() == rows
+def test_windows_of_the_largest_doubts_behind_the_head_are_chosen(count: int, head: int, rows: Sequence[int]) -> None:
+    """The last of them in part, so that the share is kept to the token."""
+    doubts = torch.full((53,), 0.1)
+    doubts[[30, 2, 40]] = torch.tensor([9.0, 7.0, 5.0])
+    doubts[5:21] = 0.12
+    if head:
+        doubts[head - 1] = 99.0  # computed anyway
+    assert choose(doubts, count, head).tolist() == list(rows)
+
+
+@given(st.integers(0, 90), st.integers(0, 40), st.integers(0, 100), st.integers(0, 2**32 - 1))
+def test_no_more_rows_than_asked_for_are_chosen_and_no_fewer(tokens: int, head: int, count: int, seed: int) -> None:
+    head = min(head, tokens)
+    doubts = torch.rand(tokens, generator=torch.Generator().manual_seed(seed))
+    rows = choose(doubts, count, head)
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert len(rows) == min(count, tokens - head)
+    assert all(head <= row < tokens for row in rows.tolist())
+
+
+@given(st.integers(16, 90), st.integers(0, 2**32 - 1))
+def test_a_run_whose_beginning_is_held_has_the_same_windows(tokens: int, seed: int) -> None:
+    doubts = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) + torch.eye(tokens)[seed % tokens] * 20
+    rows = choose(doubts, WINDOW)
+    if rows[-1] - rows[0] == WINDOW - 1:  # not the first one, which may be short
+        assert choose(doubts[rows[0] :], WINDOW).tolist() == list(range(WINDOW))
 
 
 def test_ranks_agree_after_adding_their_sums() -> None:
@@ -77,17 +114,17 @@ def test_nothing_predicted_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("ehat", "chain", "anchors", "reason"),
     [
-        (0.045, 0.0, 2, Reason.ACCEPTED),
-        (0.0451, 0.0, 2, Reason.UNRELIABLE),
+        (0.048, 0.0, 2, Reason.ACCEPTED),
+        (0.0481, 0.0, 2, Reason.UNRELIABLE),
         (0.01, 0.0, 1, Reason.FEW_ANCHORS),
-        (0.04, 0.0066, 10, Reason.CHAIN),
-        (0.04, 0.0064, 10, Reason.ACCEPTED),
+        (0.04, 0.0077, 10, Reason.CHAIN),
+        (0.04, 0.0075, 10, Reason.ACCEPTED),
         (math.nan, 0.0, 10, Reason.NOT_FINITE),
         (0.01, math.inf, 10, Reason.NOT_FINITE),
     ],
 )
 def test_decisions(ehat: float, chain: float, anchors: int, reason: Reason) -> None:
-    """Default θ .045 for a hop and twice that for a chain (.09² = .0081); what is not a number is not trusted."""
+    """Default θ .048 for a hop and twice that for a chain (.096² = .0092); what is not a number is not trusted."""
     decision = decide(ehat, chain, anchors=anchors)
     assert decision.reason is reason
     assert decision.accepted is (reason is Reason.ACCEPTED)

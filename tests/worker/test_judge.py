@@ -114,7 +114,7 @@ def test_all_ranks_choose_what_one_with_all_heads_would() -> None:
         whole = reliability(span, 0)
         for rank in (1, 2):
             whole.terms += reliability(span, rank).terms
-        rows = choose(whole.doubts(), int(0.1 * (span.end - span.start) + 1e-6))
+        rows = choose(whole.doubts(), int(0.1 * (span.end - span.start)))
         assert rows_of(ranges, span) == rows.tolist()
         assert judged.accepted
         assert judged.recomputed == len(rows) > 5

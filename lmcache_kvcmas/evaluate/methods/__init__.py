@@ -30,7 +30,7 @@ class Knobs:
     """Of anchors and of the oracle."""
     head: int = 32
     """Leading tokens of a run that are recomputed."""
-    fraction: float = 0.05
+    fraction: float = 0.08
     """Share of a run's tokens that `chosen` recomputes beside the head."""
     theta: float = DEFAULT_THETA
     budget: float = 0.15

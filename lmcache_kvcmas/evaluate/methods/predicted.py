@@ -22,7 +22,7 @@ class Predicted:
     head: int = 0
     """Leading tokens that are recomputed."""
     fraction: float = 0.0
-    """Share of the run's tokens that are recomputed beside the head."""
+    """Share of the tokens behind the head that are recomputed as well."""
     predictor: Predictor | None = None
     state_bytes: int = 0
     """Of the edge's anchors; of `mean`, of its vectors."""
@@ -49,7 +49,7 @@ class Predicted:
         run = place(case, [(p.delta_k, p.delta_v) for p in layers], self.head)
         computed = torch.arange(case.head(self.head).tokens if self.head else 0)
         if self.fraction:
-            count = int(self.fraction * tokens + 1e-6)  # like Settings.recomputed
+            count = int(self.fraction * (tokens - len(computed)) + 1e-6)  # like Settings.recomputed
             chosen = choose(reliability.doubts(), count, len(computed))
             run = _recomputed(case, run, chosen)
             computed = torch.cat([computed, chosen])
