@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .choose import except_rows
+from .config import Settings
 from .predict.base import LayerPrediction
 
-DEFAULT_THETA = 0.048
+DEFAULT_THETA = Settings().theta
 """Measured on SmolLM2-135M-Instruct: accepts about three quarters of its transitions. A model has its own."""
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ..config import Settings
 from .cases import Examples, answers_of
-from .methods import Gated, Method, Predicted
+from .methods import Knobs, Method, Predicted, product
 from .run import Progress
 from .runs import DenseRuns
 from .workload import Context
@@ -13,8 +14,8 @@ from .workload import Context
 MODES = ("uncorrected", "chained", "context-free", "star", "gated")
 _CHAINED = ("uncorrected", "chained", "gated")
 _NONE = Predicted("none", "none")
-_DEFAULT = Predicted("attention+head+chosen", "attention", 32, 0.08)
-_METHODS: dict[str, Method] = {"uncorrected": _NONE, "gated": Gated("gated", _DEFAULT)}
+_GATED = product(Settings().predictor, Knobs())
+_METHODS: dict[str, Method] = {"uncorrected": _NONE, "gated": _GATED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,6 @@ def _taught(
             examples = Examples(tuple(replace(case, source=case.alone()) for case in cases), rank)
         elif mode == "star":
             examples = Examples(tuple(runs.case(first, destination, context) for context in contexts), rank)
-        method = _METHODS.get(mode, _DEFAULT)
+        method = _METHODS.get(mode, _GATED.inner)
         methods.append(method.learned(examples))
     return methods

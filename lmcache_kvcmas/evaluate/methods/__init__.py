@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ...config import Settings
 from ...errors import ConfigError
-from ...gate import DEFAULT_THETA
 from .base import Method
 from .cacheblend import CacheBlend
 from .dense import Dense
@@ -21,18 +21,20 @@ from .predicted import Predicted
 from .relaycaching import RelayCaching
 from .sized import Sized
 
+_DEFAULTS = Settings()
+
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """What a user can set of our own methods. The others have the values of their papers."""
 
-    rank: int = 32
+    rank: int = _DEFAULTS.rank
     """Of anchors and of the oracle."""
-    head: int = 32
+    head: int = _DEFAULTS.head_tokens
     """Leading tokens of a run that are recomputed."""
-    fraction: float = 0.08
-    """Share of a run's tokens that `chosen` recomputes beside the head."""
-    theta: float = DEFAULT_THETA
+    fraction: float = _DEFAULTS.recompute_fraction
+    """Share of the tokens behind the head that `chosen` recomputes as well."""
+    theta: float = _DEFAULTS.theta
     budget: float = 0.15
     """Share of a run's tokens that `attention+chosen` recomputes, which has no head: a cap on the whole."""
 
