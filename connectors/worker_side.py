@@ -188,12 +188,14 @@ class WorkerSide:
     def _computed(self, ranges: Sequence[Range]) -> bool:
         """Run the model over ``ranges``; False if it could not.
 
-        Raises what it raises where other ranks take part: they wait in collectives that this rank does not come to, and
-        would take its next ones for those. So the engine ends, as it does when a forward of its own fails on one rank.
+        Where other ranks take part, this process ends then, and vLLM ends the engine: the others wait in collectives
+        that this rank does not come to, and would take its next ones for those. An error would be no help: vLLM waits
+        for the others' answers before it looks at this one's.
         """
-        if get_tp_group().world_size > 1:
-            return self._compute(ranges)
-        return self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False)
+        computed = self._attempt(_NESTED_FAILED, partial(self._compute, ranges), False)
+        if not computed and get_tp_group().world_size > 1:
+            raise SystemExit("kvcmas: a nested forward failed on one of several tensor-parallel ranks")
+        return computed
 
     def _compute(self, ranges: Sequence[Range]) -> bool:
         assert self.nested is not None

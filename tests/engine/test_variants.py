@@ -106,8 +106,11 @@ def test_three_ranks_share_a_hop(model: Path, texts: list[str], monkeypatch: pyt
         # The other ranks wait in the model's collectives, or meet this one's next: nothing true can come of that.
         llm.llm.collective_rpc(break_one_rank)
         say(llm, "planner", texts[6])
-        with pytest.raises(Exception, match="lost its memory"):
+        begun = time.monotonic()
+        with pytest.raises(Exception, match=r"(?i)cancel|fail|dead|died"):
             say(llm, "solver", texts[6], capture=False)
+        # Measured 19 s on two busy cores; vLLM's own time-out, which an error alone would wait for, is 300.
+        assert time.monotonic() - begun < 120
 
 
 def test_bf16(model: Path, texts: list[str]) -> None:
