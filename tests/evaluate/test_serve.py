@@ -95,7 +95,7 @@ def test_true_deltas_follow_the_truth_at_every_hop(rows: list[TraceRow]) -> None
 
 
 def test_what_is_recomputed_is_counted(rows: list[TraceRow]) -> None:
-    """Two runs, each with a head of 16 (context and earlier answers; the source's own answer), and a tenth behind it."""
+    """Two runs, each with a head of 16 (context and earlier answers; the source's own answer), a tenth behind it."""
     head, chosen = ([r for r in rows if r.method == m] for m in ("attention+head", "attention+head+chosen"))
     for h, c in zip(head, chosen, strict=True):
         assert round(h.recompute * h.shared) == 2 * 16
