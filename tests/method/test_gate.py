@@ -86,7 +86,8 @@ def test_a_run_whose_beginning_is_held_has_the_same_windows(tokens: int, seed: i
     doubts = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) + torch.eye(tokens)[seed % tokens] * 20
     rows = choose(doubts, WINDOW)
     if rows[-1] - rows[0] == WINDOW - 1:  # not the first one, which may be short
-        assert choose(doubts[rows[0] :], WINDOW).tolist() == list(range(WINDOW))
+        cut = max(0, int(rows[0]) - 5)
+        assert (choose(doubts[cut:], WINDOW) + cut).tolist() == rows.tolist()
 
 
 def test_ranks_agree_after_adding_their_sums() -> None:
