@@ -105,7 +105,7 @@ class Settings:
 
     def recomputed(self, tokens: int) -> int:
         """How many of a predicted span's ``tokens`` are chosen to be recomputed, where they can be; no larger share."""
-        return int(self.recompute_fraction * tokens + 1e-6) if self.predictor_learns else 0
+        return share_of(self.recompute_fraction, tokens) if self.predictor_learns else 0
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[Any, Any] | None) -> "Settings":
@@ -125,6 +125,11 @@ class Settings:
                 raise ConfigError(_unknown(key))
             values[name] = _checked(name, value)
         return cls(**values)
+
+
+def share_of(fraction: float, tokens: int) -> int:
+    """Whole tokens of a share, no larger; a product that rounding left just below a whole number is that number."""
+    return int(fraction * tokens + 1e-6)
 
 
 def is_ours(key: Any) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...choose import choose
+from ...config import share_of
 from ...gate import Reliability
 from ...predict import Predictor
 from ..cases import Case, Examples, Outcome, place
@@ -49,7 +50,7 @@ class Predicted:
         run = place(case, [(p.delta_k, p.delta_v) for p in layers], self.head)
         computed = torch.arange(case.head(self.head).tokens if self.head else 0)
         if self.fraction:
-            count = int(self.fraction * (tokens - len(computed)) + 1e-6)  # like Settings.recomputed
+            count = share_of(self.fraction, tokens - len(computed))
             chosen = choose(reliability.doubts(), count, len(computed))
             run = _recomputed(case, run, chosen)
             computed = torch.cat([computed, chosen])

@@ -22,12 +22,17 @@ class _Measure(NamedTuple):
     title: str
     of: Callable[[CurvePoint | HeldOut], float | None]
     spell: Callable[[float], str]
-    budget: float | None
-    """As a height in the chart."""
+    limit: float | None
+    """The budget's, if it is one of this measure."""
     ci: Callable[[HeldOut], Interval | None] = lambda held: None
     from_zero: bool = True
-    at_most: Callable[[float], float] = lambda spent: spent
-    """From an end of the budget's measure to a height in the chart; used where there is a ``budget``."""
+    height: Callable[[float], float] = lambda spent: spent
+    """Where in the chart something stands that is told in the budget's unit."""
+
+    @property
+    def budget(self) -> float | None:
+        """As a height in the chart."""
+        return None if self.limit is None else self.height(self.limit)
 
 
 class _Mark(NamedTuple):
@@ -66,18 +71,18 @@ def _measures(calibration: Calibration) -> list[_Measure]:
             "KL to dense, 10⁻³ nats",
             lambda p: 1e3 * p.kl,
             tick,
-            None if kl is None else 1e3 * kl,
+            kl,
             _nats_ci,
-            at_most=lambda nats: 1e3 * nats,
+            height=lambda nats: 1e3 * nats,
         ),
         _Measure(
             "accuracy",
             "Correct answers",
             lambda p: p.accuracy,
             percent,
-            None if points is None or dense is None else dense - points / 100,
+            None if dense is None else points,
             from_zero=False,
-            at_most=lambda lost: (dense or 0.0) - lost / 100,
+            height=lambda lost: (dense or 0.0) - lost / 100,
         ),
     ]
     if ratio is not None:
@@ -135,9 +140,9 @@ def _chart(measure: _Measure, points: Sequence[CurvePoint], calibration: Calibra
 
 def _bounds(measure: _Measure, points: Sequence[CurvePoint]) -> list[tuple[float, float]]:
     """Where the ends of the budget's measure lie, if this is its chart."""
-    if measure.budget is None:
+    if measure.limit is None:
         return []
-    return [(p.reuse, measure.at_most(p.at_most)) for p in points if p.at_most is not None]
+    return [(p.reuse, measure.height(p.at_most)) for p in points if p.at_most is not None]
 
 
 def _heights(measure: _Measure, held: HeldOut | None) -> list[float]:
